@@ -1,0 +1,18 @@
+"""A 2-bit and 4-bit key-value cache for large language models, and decode attention over it."""
+
+from foscar._version import __version__
+from foscar.attention import decode_attention
+from foscar.cache import PagedKVCache, append, dequantize
+from foscar.layout import CacheSpec, QuantSpec
+from foscar.merge import merge_states
+
+__all__ = [
+    "CacheSpec",
+    "PagedKVCache",
+    "QuantSpec",
+    "__version__",
+    "append",
+    "decode_attention",
+    "dequantize",
+    "merge_states",
+]

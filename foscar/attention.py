@@ -1,0 +1,168 @@
+"""Decode attention over a quantised cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+
+from foscar._checks import require, require_tensor
+from foscar.cache import MODEL_DTYPES, PagedKVCache, _check_index, _check_seq_ids
+
+
+@overload
+def decode_attention(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    sm_scale: float | None = ...,
+    softcap: float | None = ...,
+    window: int | None = ...,
+    sinks: torch.Tensor | None = ...,
+    seq_ids: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    out: torch.Tensor | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def decode_attention(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    sm_scale: float | None = ...,
+    softcap: float | None = ...,
+    window: int | None = ...,
+    sinks: torch.Tensor | None = ...,
+    seq_ids: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+    out: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    sm_scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    seq_ids: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the cached tokens of each sequence.
+
+    Query token t of the `q_len` tokens given for a sequence is its token ``seq_len - q_len + t``, and sees the keys up
+    to itself. Scale and offset of the codes are folded into the query, the scores, the probabilities or the output;
+    accumulation is in float32.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        ``[batch, num_q_heads, head_dim]`` or ``[batch, q_len, num_q_heads, head_dim]``, bfloat16, float16 or float32,
+        any strides. num_q_heads is a multiple of the cache's num_kv_heads: query head h reads KV head
+        ``h // (num_q_heads // num_kv_heads)``.
+    cache : PagedKVCache
+        The cache.
+    block_table : torch.Tensor
+        int32 ``[batch, max_pages]``: token p of sequence b is in page ``block_table[b, p // 64]``. Columns that are not
+        needed may hold anything.
+    seq_lens : torch.Tensor
+        int32 ``[batch]``: keys of each sequence, those of its query tokens included; 0 is allowed.
+    sm_scale : float, optional
+        Factor of the scores; ``1 / sqrt(head_dim)`` by default.
+    softcap : float, optional
+        If given, and not 0, a scaled score s becomes ``softcap * tanh(s / softcap)``.
+    window : int, optional
+        If given, a query at position i sees no keys before ``i - window``; -1 means no limit.
+    sinks : torch.Tensor, optional
+        float ``[num_q_heads]``: a logit for each head that takes part in the softmax's denominator, unscaled, and has
+        no value.
+    seq_ids : torch.Tensor, optional
+        int32 ``[batch]``, as in `foscar.append`.
+    return_lse : bool
+        Whether to return the log-sum-exp too.
+    out : torch.Tensor, optional
+        Where to write the output: the shape, dtype and device of q, any strides.
+
+    Returns
+    -------
+    out : torch.Tensor
+        The shape and dtype of q; 0 for a query that sees no key.
+    lse : torch.Tensor
+        If return_lse: float32, the shape of q without head_dim: the natural logarithm of the softmax's denominator,
+        sinks included; -inf for a query that sees no key, whatever its sink.
+
+    Raises
+    ------
+    ValueError
+        If an argument does not fit; nothing is written then.
+
+    Examples
+    --------
+    >>> import torch, foscar
+    >>> spec = foscar.CacheSpec.token_wise(4, num_kv_heads=2, head_dim=64)
+    >>> cache = foscar.PagedKVCache(spec, num_pages=2)
+    >>> block_table = torch.tensor([[1, 0]], dtype=torch.int32)
+    >>> k = v = torch.randn(100, 2, 64)
+    >>> empty, ends = torch.tensor([0], dtype=torch.int32), torch.tensor([0, 100], dtype=torch.int32)
+    >>> foscar.append(cache, k, v, block_table, empty, ends)
+    >>> foscar.decode_attention(torch.randn(1, 8, 64), cache, block_table, ends[1:]).shape
+    torch.Size([1, 8, 64])
+    """
+    spec = cache.spec
+    require(isinstance(q, torch.Tensor) and q.dim() in (3, 4), "q", _shape(q), "must be a tensor of 3 or 4 dimensions")
+    tokens = q.unsqueeze(1) if q.dim() == 3 else q
+    batch, q_len, num_q_heads, _ = tokens.shape
+    wanted = (batch, "num_q_heads", spec.head_dim) if q.dim() == 3 else (batch, q_len, "num_q_heads", spec.head_dim)
+    require_tensor("q", q, shape=wanted, dtypes=MODEL_DTYPES, device=cache.device)
+    rule = f"must be a positive multiple of num_kv_heads, {spec.num_kv_heads}"
+    require(num_q_heads > 0 and num_q_heads % spec.num_kv_heads == 0, "num_q_heads", num_q_heads, rule)
+    require(q_len > 0, "q_len", q_len, "must be at least 1")
+    _check_index("block_table", block_table, (batch, "max_pages"), cache)
+    _check_index("seq_lens", seq_lens, (batch,), cache)
+    _check_seq_ids(seq_ids, batch, cache)
+    if sm_scale is None:
+        sm_scale = 1 / math.sqrt(spec.head_dim)
+    require(math.isfinite(sm_scale), "sm_scale", sm_scale, "must be finite")
+    if softcap is not None:
+        require(0 <= softcap < math.inf, "softcap", softcap, "must be positive and finite, or 0 or None for no cap")
+    if window is not None:
+        require(window >= -1, "window", window, "must be at least 0, or -1 or None for no limit")
+    if sinks is not None:
+        require_tensor("sinks", sinks, shape=(num_q_heads,), dtypes=MODEL_DTYPES, device=cache.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    else:
+        require_tensor("out", out, shape=tuple(q.shape), dtypes=(q.dtype,), device=cache.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    torch.ops.foscar.decode_attention(
+        tokens,
+        cache.pages,
+        cache.window,
+        cache.quantized_len,
+        block_table,
+        seq_lens,
+        seq_ids,
+        sinks,
+        out.unsqueeze(1) if q.dim() == 3 else out,
+        lse.unsqueeze(1) if q.dim() == 3 else lse,
+        cache.recipe,
+        sm_scale,
+        softcap or None,
+        None if window == -1 else window,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _shape(q: object) -> object:
+    return list(q.shape) if isinstance(q, torch.Tensor) else type(q).__name__

@@ -1,0 +1,210 @@
+"""A paged, quantised key-value cache."""
+
+from __future__ import annotations
+
+import torch
+
+import foscar.ops  # noqa: F401  (defines torch.ops.foscar)
+from foscar._checks import require, require_tensor
+from foscar.layout import CacheSpec
+
+MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INDEX_DTYPES = (torch.int32,)
+
+
+class PagedKVCache:
+    """One layer's keys and values: packed pages, and a window of tokens in the model's precision.
+
+    Parameters
+    ----------
+    spec : CacheSpec
+        Formats and shapes.
+    num_pages : int
+        Pages of 64 tokens to allocate.
+    device : torch.device or str
+        Where the cache lives.
+    dtype : torch.dtype, optional
+        dtype of the window: bfloat16, float16 or float32. By default the window is allocated by the first append, in
+        the dtype of its keys. Without effect if ``spec.window_tokens`` is 0.
+    max_seqs : int
+        Sequences that can be in the cache at a time, for specs that keep a window: each owns one of its rows.
+
+    Attributes
+    ----------
+    recipe : str
+        ``str(spec)``, which names the spec to the operators.
+    pages : torch.Tensor
+        uint8 ``[num_pages, num_kv_heads, spec.record_bytes]``, the packed tokens (docs/format.md).
+    window : torch.Tensor
+        ``[max_seqs, num_kv_heads, 2, spec.window_tokens, head_dim]``: for each sequence and head, keys, then values, of
+        its sink tokens and of a ring of recent ones. ``[0, …]`` while it is not allocated.
+    quantized_len : torch.Tensor
+        int32 ``[max_seqs]``: the tokens of each sequence that have left its ring.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        num_pages: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        max_seqs: int = 64,
+    ) -> None:
+        require(isinstance(spec, CacheSpec), "spec", spec, "must be a foscar.CacheSpec")
+        require(num_pages >= 1, "num_pages", num_pages, "must be at least 1")
+        require(max_seqs >= 1, "max_seqs", max_seqs, "must be at least 1")
+        self.spec = spec
+        self.recipe = str(spec)
+        self.pages = torch.zeros(num_pages, spec.num_kv_heads, spec.record_bytes, dtype=torch.uint8, device=device)
+        self.max_seqs = max_seqs
+        rows = max_seqs if spec.window_tokens else 0
+        self.quantized_len = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.window = self._new_window(0, dtype or torch.bfloat16)
+        if dtype is not None:
+            require(dtype in MODEL_DTYPES, "dtype", dtype, f"must be one of {list(MODEL_DTYPES)}")
+            self.window = self._new_window(rows, dtype)
+
+    def _new_window(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        shape = (rows, self.spec.num_kv_heads, 2, self.spec.window_tokens, self.spec.head_dim)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache lives."""
+        return self.pages.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated: pages, window and its lengths."""
+        return self.pages.nbytes + self.window.nbytes + self.quantized_len.nbytes
+
+    def copy_pages(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copy whole pages, int ``[n]`` ids each; `dst` must be distinct."""
+        self.pages[dst.long()] = self.pages[src.long()]
+
+    def copy_window(self, src: int, dst: int) -> None:
+        """Copy one sequence's row of the window to another's."""
+        self.quantized_len[dst] = self.quantized_len[src]
+        if self.window.shape[0]:
+            self.window[dst] = self.window[src]
+
+    def __repr__(self) -> str:
+        return f"PagedKVCache({self.spec}, num_pages={self.pages.shape[0]}, {self.nbytes:,} bytes on {self.device})"
+
+
+def append(
+    cache: PagedKVCache,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    seq_ids: torch.Tensor | None = None,
+) -> None:
+    """Append new tokens to the sequences of a batch.
+
+    Tokens enter the window, if the spec has one, and are quantised into their page when they leave it. A sequence is
+    truncated by appending at a smaller `seq_lens`, and begun anew by appending at 0.
+
+    Parameters
+    ----------
+    cache : PagedKVCache
+        Changed in place.
+    k, v : torch.Tensor
+        ``[total_tokens, num_kv_heads, head_dim]``, bfloat16, float16 or float32 and finite, any strides: the new
+        tokens of all sequences one after another. Keys are stored as given, that is, after rotary embedding.
+    block_table : torch.Tensor
+        int32 ``[batch, max_pages]``: token p of sequence b belongs in page ``block_table[b, p // 64]``. Columns that
+        are not needed may hold anything.
+    seq_lens : torch.Tensor
+        int32 ``[batch]``: tokens of each sequence before the append.
+    cu_seqlens : torch.Tensor
+        int32 ``[batch + 1]``: sequence b's new tokens are rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``.
+    seq_ids : torch.Tensor, optional
+        int32 ``[batch]``: the row of the window that each sequence owns, the same at every call; by default
+        0, 1, … in batch order. Ignored if the spec keeps no window.
+
+    Raises
+    ------
+    ValueError
+        If an argument does not fit, or a value of k or v is not finite. The cache is then as it was.
+    """
+    spec = cache.spec
+    _check_index("block_table", block_table, ("batch", "max_pages"), cache)
+    batch = block_table.shape[0]
+    _check_index("seq_lens", seq_lens, (batch,), cache)
+    _check_index("cu_seqlens", cu_seqlens, (batch + 1,), cache)
+    _check_seq_ids(seq_ids, batch, cache)
+    dtypes = (cache.window.dtype,) if cache.window.shape[0] else MODEL_DTYPES
+    shape = ("total_tokens", spec.num_kv_heads, spec.head_dim)
+    require_tensor("k", k, shape=shape, dtypes=dtypes, device=cache.device)
+    require_tensor("v", v, shape=tuple(k.shape), dtypes=(k.dtype,), device=cache.device)
+    if spec.window_tokens and not cache.window.shape[0]:
+        cache.window = cache._new_window(cache.max_seqs, k.dtype)
+    torch.ops.foscar.append(
+        cache.pages,
+        cache.window,
+        cache.quantized_len,
+        k,
+        v,
+        block_table,
+        seq_lens,
+        cu_seqlens,
+        seq_ids,
+        cache.recipe,
+    )
+
+
+def dequantize(
+    cache: PagedKVCache, block_table: torch.Tensor, seq_lens: torch.Tensor, *, seq_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values that attention sees.
+
+    Parameters
+    ----------
+    cache : PagedKVCache
+        The cache.
+    block_table : torch.Tensor
+        int32 ``[batch, max_pages]``, as in `append`.
+    seq_lens : torch.Tensor
+        int32 ``[batch]``: tokens to read of each sequence.
+    seq_ids : torch.Tensor, optional
+        int32 ``[batch]``, as in `append`.
+
+    Returns
+    -------
+    k, v : torch.Tensor
+        float32 ``[sum(seq_lens), num_kv_heads, head_dim]``: the tokens of all sequences one after another, as `append`
+        takes them.
+
+    Raises
+    ------
+    ValueError
+        If an argument does not fit.
+    """
+    _check_index("block_table", block_table, ("batch", "max_pages"), cache)
+    _check_index("seq_lens", seq_lens, (block_table.shape[0],), cache)
+    _check_seq_ids(seq_ids, block_table.shape[0], cache)
+    k, v = torch.ops.foscar.dequantize(
+        cache.pages, cache.window, cache.quantized_len, block_table, seq_lens, seq_ids, cache.recipe
+    )
+    return k, v
+
+
+def _check_index(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...], cache: PagedKVCache) -> None:
+    require_tensor(name, tensor, shape=shape, dtypes=_INDEX_DTYPES, device=cache.device)
+
+
+def _check_seq_ids(seq_ids: torch.Tensor | None, batch: int, cache: PagedKVCache) -> None:
+    if not cache.spec.window_tokens:
+        return
+    if seq_ids is not None:
+        _check_index("seq_ids", seq_ids, (batch,), cache)
+    else:
+        require(batch <= cache.max_seqs, "batch", batch, f"must not exceed the cache's max_seqs, {cache.max_seqs}")

@@ -1,0 +1,60 @@
+"""The `torch.library` operators behind the public functions, and the choice of backend.
+
+Where the caller owns a buffer an operator writes into it, so that `torch.compile` and CUDA graphs see every tensor.
+A cache's spec travels as ``str(spec)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from foscar.layout import CacheSpec
+from foscar.reference import attention, cache
+
+_SCHEMAS = {
+    "foscar::append": """(
+        Tensor(a!) pages, Tensor(b!) window, Tensor(c!) quantized_len, Tensor k, Tensor v,
+        Tensor block_table, Tensor seq_lens, Tensor cu_seqlens, Tensor? seq_ids, str spec) -> ()""",
+    "foscar::decode_attention": """(
+        Tensor q, Tensor pages, Tensor window, Tensor quantized_len,
+        Tensor block_table, Tensor seq_lens, Tensor? seq_ids, Tensor? sinks, Tensor(a!) out, Tensor(b!) lse,
+        str spec, float sm_scale, float? softcap, int? window_left) -> ()""",
+    "foscar::dequantize": """(
+        Tensor pages, Tensor window, Tensor quantized_len,
+        Tensor block_table, Tensor seq_lens, Tensor? seq_ids, str spec) -> (Tensor, Tensor)""",
+}
+
+for _name, _schema in _SCHEMAS.items():
+    torch.library.define(_name, " ".join(_schema.split()))
+
+
+def _with_spec(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Read the one string among the arguments back as a CacheSpec."""
+
+    def call(*args: Any) -> Any:
+        return function(*(CacheSpec.parse(arg) if isinstance(arg, str) else arg for arg in args))
+
+    return call
+
+
+torch.library.impl("foscar::append", ("cpu", "cuda"), _with_spec(cache.append))
+torch.library.impl("foscar::decode_attention", ("cpu", "cuda"), _with_spec(attention.decode_attention))
+torch.library.impl("foscar::dequantize", ("cpu", "cuda"), _with_spec(cache.dequantize))
+
+
+def _nothing(*args: Any) -> None:
+    """Meta kernel of an operator that only writes into its arguments."""
+
+
+def _dequantize_meta(pages: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    spec = CacheSpec.parse(args[-1])
+    shape = (torch.library.get_ctx().new_dynamic_size(), spec.num_kv_heads, spec.head_dim)
+    return pages.new_empty(shape, dtype=torch.float32), pages.new_empty(shape, dtype=torch.float32)
+
+
+torch.library.register_fake("foscar::append", _nothing)
+torch.library.register_fake("foscar::decode_attention", _nothing)
+torch.library.register_fake("foscar::dequantize", _dequantize_meta)

@@ -1,0 +1,162 @@
+"""Decode attention by affine folding, one sequence at a time.
+
+Dequantised K and V are never formed. Scale and offset act on what is small: on scores and probabilities where they
+belong to a token, on the query and the output where they belong to a channel (docs/numerics.md has the algebra).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from foscar.layout import PAGE_SIZE, CacheSpec, OperandLayout, RecordLayout, record_layout
+from foscar.merge import merge_states
+from foscar.reference.cache import SequenceState, read_block_table, read_states
+from foscar.reference.records import read_codes, read_params
+
+_PAGES_PER_STEP = 64
+
+
+@dataclass(frozen=True)
+class _Query:
+    """The query rows of one sequence, by KV head, and what the softmax needs to know of them."""
+
+    rows: torch.Tensor  # [num_kv_heads, rows, head_dim], float32
+    position: torch.Tensor  # [rows], of each row's token in the sequence
+    sm_scale: float
+    softcap: float | None
+    window: int | None
+
+
+def decode_attention(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    window: torch.Tensor,
+    quantized_len: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_ids: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: CacheSpec,
+    sm_scale: float,
+    softcap: float | None,
+    left_window: int | None,
+) -> None:
+    """Write attention into `out` ``[batch, q_len, num_q_heads, head_dim]`` and `lse` ``[batch, q_len, num_q_heads]``.
+
+    Arguments are those of `foscar.decode_attention`, its 3-D query unsqueezed, and the tensors of a cache.
+    """
+    q_len, group = q.shape[1], q.shape[2] // spec.num_kv_heads
+    states = read_states(spec, window, quantized_len, seq_lens, seq_ids)
+    first_visible = [0 if left_window is None else max(s.length - q_len - left_window, 0) for s in states]
+    page_ranges = [s.page_range(first) for s, first in zip(states, first_visible, strict=True)]
+    page_rows = read_block_table(pages, block_table, page_ranges)
+    layout = record_layout(spec, pages.device)
+    for b, (state, page_ids, (first_page, _)) in enumerate(zip(states, page_rows, page_ranges, strict=True)):
+        rows = q[b].float().unflatten(1, (spec.num_kv_heads, group)).transpose(0, 1).flatten(1, 2)
+        position = torch.arange(state.length - q_len, state.length, device=q.device).repeat_interleave(group)
+        query = _Query(rows, position, sm_scale, softcap, left_window)
+        parts = [(torch.zeros_like(rows), rows.new_full(rows.shape[:2], -torch.inf))]
+        for positions, slots in state.window_tiers():
+            if slots:
+                parts.append(_attend_window(query, window[state.seq_id][:, :, slots], positions))
+        for i in range(0, len(page_ids), _PAGES_PER_STEP):
+            records = pages[page_ids[i : i + _PAGES_PER_STEP]].transpose(0, 1)
+            parts.append(_attend_pages(query, records, (first_page + i) * PAGE_SIZE, state, layout))
+        row_out, row_lse = merge_states(*zip(*parts, strict=True))
+        row_out = row_out.unflatten(1, (q_len, group)).transpose(0, 1).flatten(1, 2)
+        row_lse = row_lse.unflatten(1, (q_len, group)).transpose(0, 1).flatten(1, 2)
+        if sinks is not None:
+            row_out, row_lse = _add_sinks(row_out, row_lse, sinks.float())
+        out[b], lse[b] = row_out.to(out.dtype), row_lse
+
+
+def _attend_window(query: _Query, tokens: torch.Tensor, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to unquantised tokens ``[num_kv_heads, 2, tokens, head_dim]``."""
+    k, v = tokens.float().unbind(1)
+    key = torch.arange(positions.start, positions.stop, device=k.device)
+    p, total, lse = _softmax(query, query.rows @ k.transpose(1, 2), key, key >= 0)
+    return p @ v / total, lse
+
+
+def _attend_pages(
+    query: _Query, records: torch.Tensor, start: int, state: SequenceState, layout: RecordLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to consecutive records ``[num_kv_heads, pages, record_bytes]``, whose first token is at `start`."""
+    key = torch.arange(start, start + records.shape[1] * PAGE_SIZE, device=records.device)
+    is_token = (key >= state.sinks) & (key < state.quantized)
+    dots = _fold_k(query.rows, records, layout.k, is_token)
+    p, total, lse = _softmax(query, dots, key, is_token)
+    return _fold_v(p, records, layout.v, is_token) / total, lse
+
+
+def _softmax(
+    query: _Query, dots: torch.Tensor, key: torch.Tensor, is_token: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Turn q·k ``[num_kv_heads, rows, tokens]`` into exponentials, their sum (never 0) and its logarithm."""
+    scores = dots * query.sm_scale
+    if query.softcap is not None:
+        scores = query.softcap * torch.tanh(scores / query.softcap)
+    position = query.position[:, None]
+    visible = is_token & (key <= position)
+    if query.window is not None:
+        visible = visible & (key >= position - query.window)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    p = torch.exp(scores - top.masked_fill(top == -torch.inf, 0))
+    total = p.sum(-1, keepdim=True)
+    lse = (top + total.log()).squeeze(-1)
+    return p, total.masked_fill(total == 0, 1), lse
+
+
+def _fold_k(rows: torch.Tensor, records: torch.Tensor, k: OperandLayout, is_token: torch.Tensor) -> torch.Tensor:
+    """q·k of packed keys, ``[num_kv_heads, rows, tokens]``."""
+    codes = read_codes(records, k).float()  # [num_kv_heads, pages, 64, head_dim]
+    dots: torch.Tensor
+    if k.quant.axis == "channel":
+        scale, offset = read_params(records, k)
+        q_scaled = rows[:, None] * scale[:, :, None]
+        q_offset = torch.einsum("hrd,hnd->hnr", rows, offset)
+        dots = (q_scaled @ codes.transpose(2, 3) + q_offset[..., None]).transpose(1, 2).flatten(2)
+    else:
+        scale, offset = _token_params(records, k, is_token)
+        q_groups = rows.unflatten(-1, (-1, k.quant.group_size))
+        code_groups = codes.flatten(1, 2).unflatten(-1, (-1, k.quant.group_size))
+        products = torch.einsum("hrgd,htgd->hrtg", q_groups, code_groups)
+        dots = (scale * products + offset * q_groups.sum(-1)[:, :, None]).sum(-1)
+    return dots
+
+
+def _fold_v(p: torch.Tensor, records: torch.Tensor, v: OperandLayout, is_token: torch.Tensor) -> torch.Tensor:
+    """p·v of packed values, ``[num_kv_heads, rows, head_dim]``."""
+    codes = read_codes(records, v).float()
+    out: torch.Tensor
+    if v.quant.axis == "channel":
+        scale, offset = read_params(records, v)
+        p_pages = p.unflatten(-1, (-1, PAGE_SIZE)).transpose(1, 2)  # [num_kv_heads, pages, rows, 64]
+        products = p_pages @ codes
+        out = (scale[:, :, None] * products + offset[:, :, None] * p_pages.sum(-1, keepdim=True)).sum(1)
+    else:
+        scale, offset = _token_params(records, v, is_token)
+        code_groups = codes.flatten(1, 2).unflatten(-1, (-1, v.quant.group_size))
+        products = torch.einsum("hrtg,htgd->hrgd", p[..., None] * scale, code_groups)
+        out = (products + (p[..., None] * offset).sum(2)[..., None]).flatten(2)
+    return out
+
+
+def _token_params(
+    records: torch.Tensor, operand: OperandLayout, is_token: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and offsets ``[num_kv_heads, 1, tokens, groups]``; 0 for absent tokens, whose bytes may be NaN."""
+    scale, offset = (x.flatten(1, 2).masked_fill(~is_token[:, None], 0) for x in read_params(records, operand))
+    return scale[:, None], offset[:, None]
+
+
+def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let each head's sink logit into the denominator; a row without keys stays empty."""
+    total = torch.where(lse == -torch.inf, lse, torch.logaddexp(lse, sinks))
+    weight = torch.exp(lse - total.masked_fill(total == -torch.inf, 0))
+    return out * weight[..., None], total

@@ -1,0 +1,84 @@
+"""Asymmetric min/max quantisation to 2 or 4 bits.
+
+A group of values shares a scale ``s`` and an offset ``z``; a code ``c`` stands for ``s * c + z``. Both are kept in one
+32-bit word: its low half is the offset, a bfloat16; the whole word, read as a float32, is the scale. A kernel thus
+gets both without a conversion, the offset has bfloat16's range, and the scale is within 2**-8 of the ideal one. Codes
+are computed with the scale and offset *as they will be read*, so that the rounding of either is made up for.
+
+docs/numerics.md has the measurements behind this choice.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from foscar.layout import QuantSpec
+
+BF16_MAX = torch.finfo(torch.bfloat16).max
+_TINY = torch.finfo(torch.float32).tiny
+_HIGH_HALF = -0x10000
+
+
+def check_finite(name: str, x: torch.Tensor) -> None:
+    """Raise a ValueError that gives the position of the first value that cannot be stored."""
+    bad = ~(x.abs() <= BF16_MAX)
+    if bad.any():
+        position = bad.nonzero()[0].tolist()
+        value = x[tuple(position)].item()
+        raise ValueError(f"{name}{position}={value}: must be finite and at most bfloat16's maximum, {BF16_MAX:.4g}")
+
+
+def quantize(x: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise finite values.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        ``[..., tokens, head_dim]``, any float dtype. Channel-wise, `tokens` is one block of 64.
+    spec : QuantSpec
+        With its group size filled in, as a CacheSpec holds it.
+
+    Returns
+    -------
+    codes : torch.Tensor
+        uint8, the shape of x.
+    words : torch.Tensor
+        int32, scale and offset: token-wise ``[..., tokens, groups]``, channel-wise ``[..., head_dim]``.
+    """
+    x = x.float()
+    row = -1 if spec.axis == "token" else -2
+    if spec.clip < 1:
+        size = x.shape[row]
+        limit = x.abs().sort(dim=row).values.narrow(row, min(int(spec.clip * size), size - 1), 1)
+        x = x.clamp(-limit, limit)
+    grouped = x.unflatten(-1, (-1, spec.group_size)) if spec.axis == "token" else x
+    low, high = grouped.amin(row, keepdim=True), grouped.amax(row, keepdim=True)
+    offset = _round_down_to_bf16(low)
+    # Halves, because high - offset can exceed float32's range.
+    ideal_scale = (0.5 * high - 0.5 * offset) / spec.levels * 2
+    words = _pack_words(ideal_scale, offset)
+    scale, offset = unpack_words(words)
+    # A scale below the normal range belongs to a constant group, whose offset is its value.
+    steps = ((grouped - offset) / scale).round().clamp(0, spec.levels)
+    codes = torch.where(scale >= _TINY, steps, 0).to(torch.uint8)
+    return codes.view(x.shape), words.squeeze(row)
+
+
+def unpack_words(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the float32 scale and offset that int32 words hold."""
+    return words.view(torch.float32), (words << 16).view(torch.float32)
+
+
+def _round_down_to_bf16(x: torch.Tensor) -> torch.Tensor:
+    """Round float32 values to the next bfloat16 that is not larger, as float32."""
+    bits = x.contiguous().view(torch.int32)
+    toward_zero = (bits & _HIGH_HALF).view(torch.float32)
+    away = ((bits & _HIGH_HALF) + 0x10000).view(torch.float32)
+    return torch.where(toward_zero > x, away, toward_zero)
+
+
+def _pack_words(scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Words whose low half is the offset and whose value is as near to the scale as the high half allows."""
+    low = (offset.view(torch.int32) >> 16) & 0xFFFF
+    high = (scale.view(torch.int32) - low + 0x8000) >> 16
+    return (high.clamp(min=0) << 16) | low
