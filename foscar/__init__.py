@@ -5,9 +5,12 @@ from foscar.attention import decode_attention
 from foscar.cache import PagedKVCache, append, dequantize
 from foscar.layout import CacheSpec, QuantSpec
 from foscar.merge import merge_states
+from foscar.sequences import BlockManager, OutOfPagesError
 
 __all__ = [
+    "BlockManager",
     "CacheSpec",
+    "OutOfPagesError",
     "PagedKVCache",
     "QuantSpec",
     "__version__",

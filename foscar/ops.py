@@ -40,6 +40,13 @@ def _with_spec(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def backend(device: torch.device) -> tuple[str, str]:
+    """Return which backend serves tensors on a device, and why."""
+    if device.type == "cuda":
+        return "reference", "this version has no CUDA kernels yet; PyTorch's run"
+    return "reference", "PyTorch, on any device"
+
+
 torch.library.impl("foscar::append", ("cpu", "cuda"), _with_spec(cache.append))
 torch.library.impl("foscar::decode_attention", ("cpu", "cuda"), _with_spec(attention.decode_attention))
 torch.library.impl("foscar::dequantize", ("cpu", "cuda"), _with_spec(cache.dequantize))

@@ -1,0 +1,5 @@
+"""``python -m foscar`` is the command line."""
+
+from foscar.cli import app
+
+app()

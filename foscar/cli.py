@@ -1,0 +1,63 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from foscar import demo as demo_module
+from foscar import info as info_module
+
+app = typer.Typer(
+    help="A 2-bit and 4-bit key-value cache, and decode attention over it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+console = Console()
+
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file, for machines.")]
+
+
+@app.command()
+def demo(
+    activations: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A safetensors file of layer<i>.k, .v and .q.")
+    ] = None,
+    plot: Annotated[Path, typer.Option(help="Where to write the figure.")] = Path("foscar-demo.png"),
+    json_file: Json = None,
+) -> None:
+    """Decode a real model's attention from BF16, 4-bit and 2-bit caches, and compare error and memory."""
+    try:
+        layers = demo_module.load_activations(activations)
+        total = len(layers) * (1 + len(demo_module.specs(1, 64)))
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("exact", total=total)
+            recipes = demo_module.run(layers, lambda name: progress.update(task, advance=1, description=name))
+    except ValueError as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        raise typer.Exit(1) from error
+    console.print(demo_module.table(recipes, layers))
+    console.print(demo_module.LEGEND, markup=False, highlight=False)
+    demo_module.plot(recipes, plot)
+    console.print(f"Figure: {plot}", markup=False)
+    _write(json_file, demo_module.to_json(recipes))
+
+
+@app.command()
+def info(json_file: Json = None) -> None:
+    """Show versions, devices, and which backend serves which spec."""
+    found = info_module.collect()
+    console.print(info_module.render(found))
+    _write(json_file, found)
+
+
+def _write(path: Path | None, data: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(data, indent=2) + "\n")
+        console.print(f"JSON: {path}", markup=False)

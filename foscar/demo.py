@@ -1,0 +1,292 @@
+"""Decode a real model's attention from BF16, 4-bit and 2-bit caches, and compare error and memory."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.table import Table
+from safetensors import safe_open
+
+from foscar._checks import require
+from foscar.attention import decode_attention
+from foscar.cache import PagedKVCache, dequantize
+from foscar.layout import PAGE_SIZE, CacheSpec
+from foscar.sequences import BlockManager
+
+SINK_TOKENS, RECENT_TOKENS = 64, 128
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Captured activations of one layer, after rotary embedding.
+
+    Attributes
+    ----------
+    k, v : torch.Tensor
+        ``[tokens, num_kv_heads, head_dim]``.
+    q : torch.Tensor
+        ``[steps, num_q_heads, head_dim]``: queries of the last `steps` tokens.
+    sm_scale : float
+        Factor of the scores.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    q: torch.Tensor
+    sm_scale: float
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What one way to store the cache costs, and what it gets wrong.
+
+    Attributes
+    ----------
+    name : str
+        What the recipe is called.
+    k_bits, v_bits : int
+        Bits of a stored element.
+    bits_per_element : float
+        Bits that an element of K or V takes in memory, with parameters and windows.
+    bytes_per_token : float
+        Bytes that a token takes, all captured heads and layers together.
+    compression : float
+        bytes_per_token of BF16 over that of the recipe.
+    output_error : float
+        ``|out - exact| / |exact|`` over all decoded tokens; `exact` is float64 attention over the captured K and V.
+    top_mass_kept : float
+        How much is left of the probability of each query's most attended token, at most 1; the mean over queries.
+    seconds : float
+        Time spent in attention, all decoded tokens and layers together.
+    """
+
+    name: str
+    k_bits: int
+    v_bits: int
+    bits_per_element: float
+    bytes_per_token: float
+    compression: float
+    output_error: float
+    top_mass_kept: float
+    seconds: float
+
+
+@dataclass
+class _Attended:
+    """Attention of one decoded token, in float64 or as a recipe gives it."""
+
+    out: torch.Tensor  # [num_q_heads, head_dim]
+    p: torch.Tensor  # [num_q_heads, tokens]
+
+
+def load_activations(path: Path | None = None) -> list[Layer]:
+    """Read layers from a safetensors file, by default the slice of SmolLM2-135M-Instruct that comes with foscar.
+
+    Parameters
+    ----------
+    path : Path, optional
+        A file with ``layer<i>.k``, ``layer<i>.v`` and ``layer<i>.q`` for any i, shaped as in `Layer`, and optionally
+        ``sm_scale`` in its metadata.
+
+    Raises
+    ------
+    ValueError
+        If a tensor is missing or shapes do not fit.
+    """
+    file = resources.files("foscar") / "data" / "smollm2_slice.safetensors" if path is None else path
+    with safe_open(str(file), framework="pt") as tensors:
+        names = set(tensors.keys())
+        indices = sorted(int(m[1]) for name in names if (m := re.fullmatch(r"layer(\d+)\.k", name)))
+        require(len(indices) > 0, "activations", str(file), "must hold tensors layer<i>.k, layer<i>.v and layer<i>.q")
+        scale = (tensors.metadata() or {}).get("sm_scale")
+        layers = []
+        for i in indices:
+            missing = {f"layer{i}.{x}" for x in "kvq"} - names
+            require(not missing, "activations", str(file), f"must hold {sorted(missing)}")
+            k, v, q = (tensors.get_tensor(f"layer{i}.{x}") for x in "kvq")
+            fits = k.dim() == q.dim() == 3 and k.shape == v.shape and k.shape[2] == q.shape[2]
+            fits = fits and len(q) < len(k) and q.shape[1] % k.shape[1] == 0
+            rule = "must be [tokens, num_kv_heads, head_dim], q with fewer tokens and a multiple of the heads"
+            require(fits, f"layer{i}", [list(x.shape) for x in (k, v, q)], rule)
+            layers.append(Layer(k, v, q, float(scale or k.shape[2] ** -0.5)))
+    return layers
+
+
+def specs(num_kv_heads: int, head_dim: int) -> dict[str, CacheSpec]:
+    """Return the quantised recipes: INT4 and INT2, each in three ways."""
+    windows = {"sink_tokens": SINK_TOKENS, "recent_tokens": RECENT_TOKENS}
+    return {
+        f"INT{bits} {name}": make(bits, num_kv_heads, head_dim, **keep)
+        for bits in (4, 2)
+        for name, make, keep in (
+            ("token-wise", CacheSpec.token_wise, {}),
+            ("channel-wise K", CacheSpec.kivi, {}),
+            ("channel-wise K + windows", CacheSpec.kivi, windows),
+        )
+    }
+
+
+def run(layers: list[Layer], advance: Callable[[str], None] = lambda name: None) -> list[Recipe]:
+    """Decode the last tokens of each layer with every recipe.
+
+    Parameters
+    ----------
+    layers : list of Layer
+        Activations; recipes are built for the shape of each.
+    advance : callable
+        Called with a recipe's name before each of its layers, ``(len(specs) + 1) * len(layers)`` times in all.
+    """
+    exact = [_decode_exactly(layer) for layer in layers]
+    elements = sum(2 * layer.k.numel() for layer in layers)
+    tokens = max(len(layer.k) for layer in layers)
+    recipes: list[Recipe] = []
+    for name in ("BF16", *specs(1, 64)):
+        nbytes, seconds, attended, bits = 0, 0.0, [], (16, 16)
+        for layer in layers:
+            advance(name)
+            start_bytes = 2 * layer.k.numel() * torch.bfloat16.itemsize
+            if name == "BF16":
+                steps, elapsed = _decode_bf16(layer)
+            else:
+                spec = specs(layer.k.shape[1], layer.k.shape[2])[name]
+                steps, elapsed = _decode(layer, spec)
+                start_bytes, bits = spec.sequence_bytes(len(layer.k)), (spec.k.bits, spec.v.bits)
+            nbytes, seconds = nbytes + start_bytes, seconds + elapsed
+            attended.append(steps)
+        error, kept = _compare(attended, exact)
+        compression = recipes[0].bytes_per_token * tokens / nbytes if recipes else 1.0
+        recipes.append(Recipe(name, *bits, nbytes * 8 / elements, nbytes / tokens, compression, error, kept, seconds))
+    return recipes
+
+
+def _decode_exactly(layer: Layer) -> list[_Attended]:
+    steps = []
+    for length, q in _steps(layer):
+        p = _probabilities(q.double(), layer.k[:length].double(), layer.sm_scale)
+        steps.append(_Attended(_weighted(p, layer.v[:length].double()), p))
+    return steps
+
+
+def _decode_bf16(layer: Layer) -> tuple[list[_Attended], float]:
+    """PyTorch's own attention over an unquantised cache."""
+    k, v = (x.bfloat16().transpose(0, 1).contiguous() for x in (layer.k, layer.v))
+    steps, seconds = [], 0.0
+    for length, q in _steps(layer):
+        start = time.perf_counter()
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q.bfloat16()[:, None], k[:, :length], v[:, :length], scale=layer.sm_scale, enable_gqa=True
+        )
+        seconds += time.perf_counter() - start
+        steps.append(_Attended(out[:, 0], _probabilities(q.double(), layer.k[:length].double(), layer.sm_scale)))
+    return steps, seconds
+
+
+def _decode(layer: Layer, spec: CacheSpec) -> tuple[list[_Attended], float]:
+    """Append the prompt, then append and attend token by token, as a model does."""
+    cache = PagedKVCache(spec, num_pages=-(-len(layer.k) // PAGE_SIZE), max_seqs=1)
+    manager = BlockManager(cache)
+    seq = manager.new()
+    prompt = len(layer.k) - len(layer.q)
+    manager.append([seq], layer.k[:prompt], layer.v[:prompt])
+    steps, seconds = [], 0.0
+    for length, q in _steps(layer):
+        manager.append([seq], layer.k[length - 1 : length], layer.v[length - 1 : length])
+        tables = manager.tables([seq])
+        start = time.perf_counter()
+        out = decode_attention(q[None], cache, *tables, sm_scale=layer.sm_scale)
+        seconds += time.perf_counter() - start
+        k_hat, _ = dequantize(cache, *tables)
+        steps.append(_Attended(out[0], _probabilities(q.double(), k_hat.double(), layer.sm_scale)))
+    return steps, seconds
+
+
+def _steps(layer: Layer) -> list[tuple[int, torch.Tensor]]:
+    """Each decoded token's length of context, itself included, and its query."""
+    return list(enumerate(layer.q, len(layer.k) - len(layer.q) + 1))
+
+
+def _probabilities(q: torch.Tensor, k: torch.Tensor, sm_scale: float) -> torch.Tensor:
+    k = k.repeat_interleave(q.shape[0] // k.shape[1], 1)
+    return torch.softmax(torch.einsum("hd,thd->ht", q, k) * sm_scale, -1)
+
+
+def _weighted(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("ht,thd->hd", p, v.repeat_interleave(p.shape[0] // v.shape[1], 1))
+
+
+def _compare(attended: list[list[_Attended]], exact: list[list[_Attended]]) -> tuple[float, float]:
+    """Relative error of the outputs of all layers and steps, and the mean share of the top probability kept."""
+    wrong, whole, kept = 0.0, 0.0, []
+    for got, want in zip((s for layer in attended for s in layer), (s for layer in exact for s in layer), strict=True):
+        wrong += (got.out.double() - want.out).square().sum().item()
+        whole += want.out.square().sum().item()
+        top, index = want.p.max(-1, keepdim=True)
+        kept.append((got.p.gather(-1, index) / top).clamp(max=1).mean().item())
+    return (wrong / whole) ** 0.5, sum(kept) / len(kept)
+
+
+LEGEND = """bits: of an element, parameters and windows included
+error: relative, of the attention output
+top mass: share that is kept of the probability of each query's most attended token
+ms: attention, per token and layer"""
+
+
+def table(recipes: list[Recipe], layers: list[Layer]) -> Table:
+    """Lay the recipes out for a terminal."""
+    steps = sum(len(layer.q) for layer in layers)
+    title = f"{len(layers)} layers, {len(layers[0].k)} tokens, the last {len(layers[0].q)} decoded"
+    result = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
+    result.add_column("recipe", no_wrap=True)
+    for column in ("bits", "B/token", "ratio", "error", "top mass", "ms"):
+        result.add_column(column, justify="right", no_wrap=True)
+    for r in recipes:
+        result.add_row(
+            r.name,
+            f"{r.bits_per_element:.2f}",
+            f"{r.bytes_per_token:.1f}",
+            f"{r.compression:.2f}x",
+            f"{r.output_error:.4f}",
+            f"{r.top_mass_kept:.1%}",
+            f"{r.seconds / steps * 1e3:.2f}",
+        )
+    return result
+
+
+def to_json(recipes: list[Recipe]) -> dict[str, object]:
+    """Return what ``foscar demo --json`` writes."""
+    return {"recipes": [asdict(recipe) for recipe in recipes]}
+
+
+def plot(recipes: list[Recipe], path: Path) -> None:
+    """Draw error against bits per element into an image file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for bits, marker in ((2, "o"), (4, "s"), (16, "D")):
+        points = [r for r in recipes if r.k_bits == bits]
+        x, y = [r.bits_per_element for r in points], [r.output_error for r in points]
+        axes.scatter(x, y, marker=marker, s=50, label=f"{bits} bits", zorder=3)
+        for r in points:
+            axes.annotate(
+                r.name,
+                (r.bits_per_element, r.output_error),
+                xytext=(-6, 8) if bits == 16 else (6, 4),
+                textcoords="offset points",
+                ha="right" if bits == 16 else "left",
+                fontsize=8,
+            )
+    axes.set(xscale="log", yscale="log", xlabel="bits per element, parameters and windows included")
+    axes.set(ylabel="relative error of the attention output", xticks=[2, 3, 4, 6, 8, 16], xlim=(2, 20))
+    axes.set_xticklabels(["2", "3", "4", "6", "8", "16"])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
