@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from rich import box
 from rich.table import Table
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from foscar._checks import require
 from foscar.attention import decode_attention
@@ -87,7 +87,7 @@ class _Attended:
 
 
 def load_activations(path: Path | None = None) -> list[Layer]:
-    """Read layers from a safetensors file, by default the slice of SmolLM2-135M-Instruct that comes with foscar.
+    """Read layers from a safetensors file, by default the slice of SmolLM2-135M-Instruct that foscar ships.
 
     Parameters
     ----------
@@ -100,16 +100,20 @@ def load_activations(path: Path | None = None) -> list[Layer]:
     ValueError
         If a tensor is missing or shapes do not fit.
     """
-    file = resources.files("foscar") / "data" / "smollm2_slice.safetensors" if path is None else path
-    with safe_open(str(file), framework="pt") as tensors:
+    file = str(resources.files("foscar") / "data" / "smollm2_slice.safetensors" if path is None else path)
+    try:
+        opened = safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"activations={file!r}: must be a safetensors file ({error})") from error
+    with opened as tensors:
         names = set(tensors.keys())
         indices = sorted(int(m[1]) for name in names if (m := re.fullmatch(r"layer(\d+)\.k", name)))
-        require(len(indices) > 0, "activations", str(file), "must hold tensors layer<i>.k, layer<i>.v and layer<i>.q")
+        require(len(indices) > 0, "activations", file, "must hold tensors layer<i>.k, layer<i>.v and layer<i>.q")
         scale = (tensors.metadata() or {}).get("sm_scale")
         layers = []
         for i in indices:
             missing = {f"layer{i}.{x}" for x in "kvq"} - names
-            require(not missing, "activations", str(file), f"must hold {sorted(missing)}")
+            require(not missing, "activations", file, f"must hold {sorted(missing)}")
             k, v, q = (tensors.get_tensor(f"layer{i}.{x}") for x in "kvq")
             fits = k.dim() == q.dim() == 3 and k.shape == v.shape and k.shape[2] == q.shape[2]
             fits = fits and len(q) < len(k) and q.shape[1] % k.shape[1] == 0

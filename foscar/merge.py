@@ -56,5 +56,5 @@ def merge_states(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> 
     total = weights.sum(0)
     share = (weights / total.masked_fill(total == 0, 1))[..., None]
     parts = torch.stack(list(outs)).float()
-    out = torch.where(share > 0, share * parts, 0).sum(0)
+    out = torch.where(share == 0, 0, share * parts).sum(0)
     return out.to(outs[0].dtype), top + total.log()

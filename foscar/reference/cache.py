@@ -82,10 +82,11 @@ def read_states(
         return [SequenceState(spec, b, b, length, length) for b, length in enumerate(lengths)]
     max_seqs = quantized_len.shape[0]
     ids = list(range(len(lengths))) if seq_ids is None else seq_ids.tolist()
+    for b, seq_id in enumerate(ids):
+        require(0 <= seq_id < max_seqs, f"seq_ids[{b}]", seq_id, f"must be in [0, {max_seqs}), the cache's max_seqs")
     quantized = quantized_len.tolist()
     states = []
     for b, (seq_id, length) in enumerate(zip(ids, lengths, strict=True)):
-        require(0 <= seq_id < max_seqs, f"seq_ids[{b}]", seq_id, f"must be in [0, {max_seqs}), the cache's max_seqs")
         state = SequenceState(spec, b, seq_id, length, min(quantized[seq_id], length))
         most = state.ring_start + spec.ring_tokens if window.numel() else 0
         require(length <= most, f"seq_lens[{b}]", length, f"must not exceed the tokens appended for seq_id {seq_id}")

@@ -1,0 +1,94 @@
+"""The torch.library operators: schemas, meta kernels, torch.compile."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from helpers import Batch, i32, make_batch
+
+import foscar
+
+SPECS = [foscar.CacheSpec.token_wise(2, 2, 64), foscar.CacheSpec.kivi(2, 2, 64, sink_tokens=4, recent_tokens=30)]
+HAS_COMPILER = shutil.which("g++") is not None or shutil.which("clang++") is not None
+BACKENDS = [
+    "aot_eager",
+    pytest.param("inductor", marks=pytest.mark.skipif(not HAS_COMPILER, reason="Inductor needs a C++ compiler")),
+]
+
+
+def cache_tensors(batch: Batch) -> tuple[torch.Tensor, ...]:
+    cache = batch.cache
+    return cache.pages, cache.window, cache.quantized_len
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_compile_of_decode_attention(spec: foscar.CacheSpec, backend: str) -> None:
+    batch = make_batch(spec, [150, 0, 33])
+    sinks = torch.randn(4)
+
+    def step(q: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tables = {"block_table": batch.block_table, "seq_lens": seq_lens, "seq_ids": batch.seq_ids}
+        first, lse = foscar.decode_attention(q * 2, batch.cache, **tables, return_lse=True)
+        second = foscar.decode_attention(q + first, batch.cache, **tables, softcap=3.0, window=20, sinks=sinks, out=out)
+        return *foscar.merge_states([first, second], [lse, lse]), second * 1
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for lens in (batch.seq_lens, batch.seq_lens // 2):
+        q = torch.randn(3, 4, 64)
+        out, want_out = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
+        for got, want in zip(compiled(q, lens, out), step(q, lens, want_out), strict=True):
+            assert torch.allclose(got, want, atol=1e-6)
+        assert torch.equal(out, want_out)
+    with pytest.raises(ValueError, match=r"seq_lens\[0\]=-1"):
+        compiled(q, batch.seq_lens - 151, out)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_compile_of_a_whole_step(spec: foscar.CacheSpec) -> None:
+    batches = [make_batch(spec, [100]) for _ in range(2)]
+    batches[1].cache.pages.copy_(batches[0].cache.pages)
+    batches[1].cache.window.copy_(batches[0].cache.window)
+    batches[1].cache.quantized_len.copy_(batches[0].cache.quantized_len)
+    tables = batches[0].tables
+
+    def step(cache: foscar.PagedKVCache, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        lens = tables["seq_lens"]
+        foscar.append(cache, k, v, tables["block_table"], lens, i32([0, 1]), seq_ids=tables["seq_ids"])
+        k_hat, _ = foscar.dequantize(cache, tables["block_table"], lens + 1, seq_ids=tables["seq_ids"])
+        out = foscar.decode_attention(q, cache, tables["block_table"], lens + 1, seq_ids=tables["seq_ids"])
+        return out + k_hat.sum()
+
+    k, v, q = torch.randn(1, 2, 64), torch.randn(1, 2, 64), torch.randn(1, 4, 64)
+    want = step(batches[0].cache, k, v, q)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(batches[1].cache, k, v, q)
+    assert torch.allclose(got, want, rtol=1e-5)
+    for a, b in zip(cache_tensors(batches[0]), cache_tensors(batches[1]), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_opcheck() -> None:
+    # A spec with a window, because opcheck cannot copy empty tensors with several dimensions.
+    batch = make_batch(SPECS[1], [100, 64])
+    recipe = batch.cache.recipe
+    kv = torch.randn(3, 2, 64)
+    tables = (batch.block_table, batch.seq_lens)
+    torch.library.opcheck(
+        torch.ops.foscar.append, (*cache_tensors(batch), kv, kv, *tables, i32([0, 2, 3]), batch.seq_ids, recipe)
+    )
+    q, lse = torch.randn(2, 1, 4, 64), torch.empty(2, 1, 4)
+    torch.library.opcheck(
+        torch.ops.foscar.decode_attention,
+        (q, *cache_tensors(batch), *tables, batch.seq_ids, None, torch.empty_like(q), lse, recipe, 0.125, None, 7),
+    )
+    torch.library.opcheck(torch.ops.foscar.dequantize, (*cache_tensors(batch), *tables, batch.seq_ids, recipe))
+
+
+def test_meta_kernels() -> None:
+    batch = make_batch(SPECS[1], [100, 64])
+    with torch._subclasses.FakeTensorMode(shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv()) as mode:
+        fake = [mode.from_tensor(t) for t in (*cache_tensors(batch), batch.block_table, batch.seq_lens, batch.seq_ids)]
+        k, v = torch.ops.foscar.dequantize(*fake, batch.cache.recipe)
+    assert k.dtype == v.dtype == torch.float32 and k.shape[1:] == v.shape[1:] == (2, 64)
