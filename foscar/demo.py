@@ -15,6 +15,7 @@ from rich.table import Table
 from safetensors import SafetensorError, safe_open
 
 from foscar._checks import require
+from foscar._version import __version__
 from foscar.attention import decode_attention
 from foscar.cache import PagedKVCache, dequantize
 from foscar.layout import PAGE_SIZE, CacheSpec
@@ -265,7 +266,8 @@ def table(recipes: list[Recipe], layers: list[Layer]) -> Table:
 
 def to_json(recipes: list[Recipe]) -> dict[str, object]:
     """Return what ``foscar demo --json`` writes."""
-    return {"recipes": [asdict(recipe) for recipe in recipes]}
+    versions = {"foscar": __version__, "torch": torch.__version__}
+    return {"versions": versions, "recipes": [asdict(recipe) for recipe in recipes]}
 
 
 def plot(recipes: list[Recipe], path: Path) -> None:
