@@ -29,12 +29,13 @@ def demo(
     activations: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A safetensors file of layer<i>.k, .v and .q.")
     ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens to decode, at most as many as there are queries.")] = 32,
     plot: Annotated[Path, typer.Option(help="Where to write the figure.")] = Path("foscar-demo.png"),
     json_file: Json = None,
 ) -> None:
     """Decode a real model's attention from BF16, 4-bit and 2-bit caches, and compare error and memory."""
     try:
-        layers = demo_module.load_activations(activations)
+        layers = demo_module.load_activations(activations, steps)
         total = len(layers) * (1 + len(demo_module.specs(1, 64)))
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("exact", total=total)

@@ -80,14 +80,25 @@ class Recipe:
 
 
 @dataclass
-class _Attended:
-    """Attention of one decoded token, in float64 or as a recipe gives it."""
+class _Exact:
+    """Exact attention of a layer's decoded tokens."""
 
-    out: torch.Tensor  # [num_q_heads, head_dim]
-    p: torch.Tensor  # [num_q_heads, tokens]
+    out: torch.Tensor  # [steps, num_q_heads, head_dim], float64
+    top: torch.Tensor  # [steps, num_q_heads], the most attended token
+    top_p: torch.Tensor  # [steps, num_q_heads], its probability
 
 
-def load_activations(path: Path | None = None) -> list[Layer]:
+@dataclass
+class _Decoded:
+    """A recipe's attention of a layer's decoded tokens."""
+
+    out: torch.Tensor  # [steps, num_q_heads, head_dim]
+    top_p: torch.Tensor  # [steps, num_q_heads], the probability it gives to the most attended token
+    seconds: float
+    nbytes: int
+
+
+def load_activations(path: Path | None = None, steps: int = 32) -> list[Layer]:
     """Read layers from a safetensors file, by default the slice of SmolLM2-135M-Instruct that foscar ships.
 
     Parameters
@@ -95,6 +106,8 @@ def load_activations(path: Path | None = None) -> list[Layer]:
     path : Path, optional
         A file with ``layer<i>.k``, ``layer<i>.v`` and ``layer<i>.q`` for any i, shaped as in `Layer`, and optionally
         ``sm_scale`` in its metadata.
+    steps : int
+        Tokens to decode, at most: the last ones of q.
 
     Raises
     ------
@@ -120,7 +133,7 @@ def load_activations(path: Path | None = None) -> list[Layer]:
             fits = fits and len(q) < len(k) and q.shape[1] % k.shape[1] == 0
             rule = "must be [tokens, num_kv_heads, head_dim], q with fewer tokens and a multiple of the heads"
             require(fits, f"layer{i}", [list(x.shape) for x in (k, v, q)], rule)
-            layers.append(Layer(k, v, q, float(scale or k.shape[2] ** -0.5)))
+            layers.append(Layer(k, v, q[-steps:], float(scale or k.shape[2] ** -0.5)))
     return layers
 
 
@@ -148,68 +161,38 @@ def run(layers: list[Layer], advance: Callable[[str], None] = lambda name: None)
     advance : callable
         Called with a recipe's name before each of its layers, ``(len(specs) + 1) * len(layers)`` times in all.
     """
-    exact = [_decode_exactly(layer) for layer in layers]
+    exact = [_attend_exactly(layer) for layer in layers]
     elements = sum(2 * layer.k.numel() for layer in layers)
     tokens = max(len(layer.k) for layer in layers)
     recipes: list[Recipe] = []
     for name in ("BF16", *specs(1, 64)):
-        nbytes, seconds, attended, bits = 0, 0.0, [], (16, 16)
-        for layer in layers:
+        decoded, bits = [], (16, 16)
+        for layer, want in zip(layers, exact, strict=True):
             advance(name)
-            start_bytes = 2 * layer.k.numel() * torch.bfloat16.itemsize
             if name == "BF16":
-                steps, elapsed = _decode_bf16(layer)
+                decoded.append(_decode_bf16(layer, want))
             else:
                 spec = specs(layer.k.shape[1], layer.k.shape[2])[name]
-                steps, elapsed = _decode(layer, spec)
-                start_bytes, bits = spec.sequence_bytes(len(layer.k)), (spec.k.bits, spec.v.bits)
-            nbytes, seconds = nbytes + start_bytes, seconds + elapsed
-            attended.append(steps)
-        error, kept = _compare(attended, exact)
-        compression = recipes[0].bytes_per_token * tokens / nbytes if recipes else 1.0
-        recipes.append(Recipe(name, *bits, nbytes * 8 / elements, nbytes / tokens, compression, error, kept, seconds))
-    return recipes
-
-
-def _decode_exactly(layer: Layer) -> list[_Attended]:
-    steps = []
-    for length, q in _steps(layer):
-        p = _probabilities(q.double(), layer.k[:length].double(), layer.sm_scale)
-        steps.append(_Attended(_weighted(p, layer.v[:length].double()), p))
-    return steps
-
-
-def _decode_bf16(layer: Layer) -> tuple[list[_Attended], float]:
-    """PyTorch's own attention over an unquantised cache."""
-    k, v = (x.bfloat16().transpose(0, 1).contiguous() for x in (layer.k, layer.v))
-    steps, seconds = [], 0.0
-    for length, q in _steps(layer):
-        start = time.perf_counter()
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q.bfloat16()[:, None], k[:, :length], v[:, :length], scale=layer.sm_scale, enable_gqa=True
+                decoded.append(_decode(layer, want, spec))
+                bits = (spec.k.bits, spec.v.bits)
+        nbytes = sum(got.nbytes for got in decoded)
+        pairs = list(zip(decoded, exact, strict=True))
+        wrong = sum((got.out.double() - want.out).square().sum().item() for got, want in pairs)
+        whole = sum(want.out.square().sum().item() for want in exact)
+        kept = torch.cat([(got.top_p / want.top_p).clamp(max=1).flatten() for got, want in pairs])
+        recipes.append(
+            Recipe(
+                name,
+                *bits,
+                bits_per_element=nbytes * 8 / elements,
+                bytes_per_token=nbytes / tokens,
+                compression=recipes[0].bytes_per_token * tokens / nbytes if recipes else 1.0,
+                output_error=(wrong / whole) ** 0.5,
+                top_mass_kept=kept.mean().item(),
+                seconds=sum(got.seconds for got in decoded),
+            )
         )
-        seconds += time.perf_counter() - start
-        steps.append(_Attended(out[:, 0], _probabilities(q.double(), layer.k[:length].double(), layer.sm_scale)))
-    return steps, seconds
-
-
-def _decode(layer: Layer, spec: CacheSpec) -> tuple[list[_Attended], float]:
-    """Append the prompt, then append and attend token by token, as a model does."""
-    cache = PagedKVCache(spec, num_pages=-(-len(layer.k) // PAGE_SIZE), max_seqs=1)
-    manager = BlockManager(cache)
-    seq = manager.new()
-    prompt = len(layer.k) - len(layer.q)
-    manager.append([seq], layer.k[:prompt], layer.v[:prompt])
-    steps, seconds = [], 0.0
-    for length, q in _steps(layer):
-        manager.append([seq], layer.k[length - 1 : length], layer.v[length - 1 : length])
-        tables = manager.tables([seq])
-        start = time.perf_counter()
-        out = decode_attention(q[None], cache, *tables, sm_scale=layer.sm_scale)
-        seconds += time.perf_counter() - start
-        k_hat, _ = dequantize(cache, *tables)
-        steps.append(_Attended(out[0], _probabilities(q.double(), k_hat.double(), layer.sm_scale)))
-    return steps, seconds
+    return recipes
 
 
 def _steps(layer: Layer) -> list[tuple[int, torch.Tensor]]:
@@ -217,24 +200,58 @@ def _steps(layer: Layer) -> list[tuple[int, torch.Tensor]]:
     return list(enumerate(layer.q, len(layer.k) - len(layer.q) + 1))
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, sm_scale: float) -> torch.Tensor:
-    k = k.repeat_interleave(q.shape[0] // k.shape[1], 1)
-    return torch.softmax(torch.einsum("hd,thd->ht", q, k) * sm_scale, -1)
+def _attend_exactly(layer: Layer) -> _Exact:
+    group = layer.q.shape[1] // layer.k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (layer.k, layer.v))
+    outs, tops, top_ps = [], [], []
+    for length, q in _steps(layer):
+        p = torch.softmax(torch.einsum("hd,thd->ht", q.double(), k[:length]) * layer.sm_scale, -1)
+        top_p, top = p.max(-1)
+        outs.append(torch.einsum("ht,thd->hd", p, v[:length]))
+        tops.append(top)
+        top_ps.append(top_p)
+    return _Exact(torch.stack(outs), torch.stack(tops), torch.stack(top_ps))
 
 
-def _weighted(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return torch.einsum("ht,thd->hd", p, v.repeat_interleave(p.shape[0] // v.shape[1], 1))
+def _decode_bf16(layer: Layer, exact: _Exact) -> _Decoded:
+    """PyTorch's own attention over an unquantised cache."""
+    k, v = (x.bfloat16().transpose(0, 1).contiguous() for x in (layer.k, layer.v))
+    outs, seconds = [], 0.0
+    for length, q in _steps(layer):
+        start = time.perf_counter()
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q.bfloat16()[:, None], k[:, :length], v[:, :length], scale=layer.sm_scale, enable_gqa=True
+        )
+        seconds += time.perf_counter() - start
+        outs.append(out[:, 0])
+    return _Decoded(torch.stack(outs), exact.top_p, seconds, k.nbytes + v.nbytes)
 
 
-def _compare(attended: list[list[_Attended]], exact: list[list[_Attended]]) -> tuple[float, float]:
-    """Relative error of the outputs of all layers and steps, and the mean share of the top probability kept."""
-    wrong, whole, kept = 0.0, 0.0, []
-    for got, want in zip((s for layer in attended for s in layer), (s for layer in exact for s in layer), strict=True):
-        wrong += (got.out.double() - want.out).square().sum().item()
-        whole += want.out.square().sum().item()
-        top, index = want.p.max(-1, keepdim=True)
-        kept.append((got.p.gather(-1, index) / top).clamp(max=1).mean().item())
-    return (wrong / whole) ** 0.5, sum(kept) / len(kept)
+def _decode(layer: Layer, exact: _Exact, spec: CacheSpec) -> _Decoded:
+    """Append the prompt, then append and attend token by token, as a model does."""
+    cache = PagedKVCache(spec, num_pages=-(-len(layer.k) // PAGE_SIZE), max_seqs=1)
+    manager = BlockManager(cache)
+    seq = manager.new()
+    prompt = len(layer.k) - len(layer.q)
+    manager.append([seq], layer.k[:prompt], layer.v[:prompt])
+    outs, lses, seconds = [], [], 0.0
+    for length, q in _steps(layer):
+        manager.append([seq], layer.k[length - 1 : length], layer.v[length - 1 : length])
+        tables = manager.tables([seq])
+        start = time.perf_counter()
+        out, lse = decode_attention(q[None], cache, *tables, sm_scale=layer.sm_scale, return_lse=True)
+        seconds += time.perf_counter() - start
+        outs.append(out[0])
+        lses.append(lse[0])
+    k_hat, _ = dequantize(cache, *manager.tables([seq]))
+    # A token is quantised once, so its key is either what it is at the end or, while in the window, the exact one.
+    quantized = torch.tensor([spec.quantized_len(n) for n, _ in _steps(layer)])[:, None]
+    in_window = (exact.top < spec.sink_tokens) | (exact.top >= quantized)
+    head = torch.arange(layer.q.shape[1]) // (layer.q.shape[1] // layer.k.shape[1])
+    key = torch.where(in_window[..., None], layer.k[exact.top, head].double(), k_hat[exact.top, head].double())
+    scores = (layer.q.double() * key).sum(-1) * layer.sm_scale
+    top_p = torch.exp(scores - torch.stack(lses))
+    return _Decoded(torch.stack(outs), top_p, seconds, spec.sequence_bytes(len(layer.k)))
 
 
 LEGEND = """bits: of an element, parameters and windows included

@@ -9,8 +9,9 @@ from helpers import Batch, all_specs, i32, make_batch, oracle, relative_error
 import foscar
 from foscar.layout import HEAD_DIMS
 
-# Relative error of the output against float64 attention over the dequantised cache.
-BOUNDS = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 3e-3}
+# Relative error of the output against float64 attention over the dequantised cache. float32's covers scores of about
+# 100, each known to a few units of 100 * 2**-24, on any device and in any order of summation.
+BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 3e-3}
 
 
 def check(batch: Batch, q: torch.Tensor, bound: float, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +36,7 @@ def check(batch: Batch, q: torch.Tensor, bound: float, **options: object) -> tup
 def test_every_scheme_and_gqa_ratio(spec: foscar.CacheSpec) -> None:
     batch = make_batch(spec, [130, 64])
     for ratio in (1, 3, 4, 5, 7, 8, 16):
-        check(batch, torch.randn(2, 2 * ratio, spec.head_dim), BOUNDS[torch.float32])
+        check(batch, torch.randn(2, 2 * ratio, spec.head_dim), 2e-5)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
