@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 
+def refuse(name: str, value: Any, rule: str) -> NoReturn:
+    """Raise a ValueError that names the argument, its value and the rule."""
+    raise ValueError(f"{name}={value!r}: {rule}")
+
+
 def require(condition: bool, name: str, value: Any, rule: str) -> None:
-    """Raise a ValueError that names the argument, its value and the rule, unless `condition` holds."""
+    """Refuse the value unless `condition` holds. Where calls are many and rules are long, test first, then refuse."""
     if not condition:
-        raise ValueError(f"{name}={value!r}: {rule}")
+        refuse(name, value, rule)
 
 
 def require_tensor(
@@ -23,11 +28,18 @@ def require_tensor(
 ) -> None:
     """Check a tensor's rank, sizes (a string stands for any), dtype and device."""
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name}={type(tensor).__name__}: must be a torch.Tensor")
-    wanted = f"[{', '.join(map(str, shape))}]"
+        refuse(name, type(tensor).__name__, "must be a torch.Tensor")
     fits = len(shape) == tensor.dim()
     for size, want in zip(tensor.shape, shape, strict=False):
         fits = fits and (isinstance(want, str) or size == want)
-    require(fits, f"{name}.shape", list(tensor.shape), f"must be {wanted}")
-    require(tensor.dtype in dtypes, f"{name}.dtype", tensor.dtype, f"must be {' or '.join(map(str, dtypes))}")
-    require(tensor.device == device, f"{name}.device", str(tensor.device), f"must be {device}, the cache's device")
+    if not fits:
+        refuse(f"{name}.shape", list(tensor.shape), f"must be [{', '.join(map(str, shape))}]")
+    if tensor.dtype not in dtypes:
+        refuse(f"{name}.dtype", tensor.dtype, f"must be {' or '.join(map(str, dtypes))}")
+    if tensor.device != device:
+        refuse(f"{name}.device", str(tensor.device), f"must be {device}, the cache's device")
+
+
+def require_index(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...], device: torch.device) -> None:
+    """Check an int32 tensor."""
+    require_tensor(name, tensor, shape=shape, dtypes=(torch.int32,), device=device)

@@ -7,8 +7,8 @@ from typing import Literal, overload
 
 import torch
 
-from foscar._checks import require, require_tensor
-from foscar.cache import MODEL_DTYPES, PagedKVCache, _check_index, _check_seq_ids
+from foscar._checks import refuse, require, require_index, require_tensor
+from foscar.cache import MODEL_DTYPES, PagedKVCache, check_seq_ids
 
 
 @overload
@@ -83,10 +83,11 @@ def decode_attention(
     softcap : float, optional
         If given, and not 0, a scaled score s becomes ``softcap * tanh(s / softcap)``.
     window : int, optional
-        If given, a query at position i sees no keys before ``i - window``; -1 means no limit.
+        If given, a query at position i sees no keys before ``i - window``, as `window_left` in FlashInfer: itself and
+        `window` others. -1 means no limit.
     sinks : torch.Tensor, optional
         float ``[num_q_heads]``: a logit for each head that takes part in the softmax's denominator, unscaled, and has
-        no value.
+        no value. Of several calls whose results are merged, one should be given it.
     seq_ids : torch.Tensor, optional
         int32 ``[batch]``, as in `foscar.append`.
     return_lse : bool
@@ -105,7 +106,8 @@ def decode_attention(
     Raises
     ------
     ValueError
-        If an argument does not fit; nothing is written then.
+        If an argument does not fit, or, in the reference backend, a value: lengths and page ids. Nothing is written
+        then.
 
     Examples
     --------
@@ -120,17 +122,20 @@ def decode_attention(
     torch.Size([1, 8, 64])
     """
     spec = cache.spec
-    require(isinstance(q, torch.Tensor) and q.dim() in (3, 4), "q", _shape(q), "must be a tensor of 3 or 4 dimensions")
-    tokens = q.unsqueeze(1) if q.dim() == 3 else q
-    batch, q_len, num_q_heads, _ = tokens.shape
-    wanted = (batch, "num_q_heads", spec.head_dim) if q.dim() == 3 else (batch, q_len, "num_q_heads", spec.head_dim)
+    if not isinstance(q, torch.Tensor) or q.dim() not in (3, 4):
+        shape = list(q.shape) if isinstance(q, torch.Tensor) else type(q).__name__
+        refuse("q", shape, "must be a tensor of 3 or 4 dimensions")
+    batch, num_q_heads = q.shape[0], q.shape[-2]
+    one_token = q.dim() == 3
+    wanted = ("batch", "num_q_heads", spec.head_dim) if one_token else ("batch", "q_len", "num_q_heads", spec.head_dim)
     require_tensor("q", q, shape=wanted, dtypes=MODEL_DTYPES, device=cache.device)
-    rule = f"must be a positive multiple of num_kv_heads, {spec.num_kv_heads}"
-    require(num_q_heads > 0 and num_q_heads % spec.num_kv_heads == 0, "num_q_heads", num_q_heads, rule)
-    require(q_len > 0, "q_len", q_len, "must be at least 1")
-    _check_index("block_table", block_table, (batch, "max_pages"), cache)
-    _check_index("seq_lens", seq_lens, (batch,), cache)
-    _check_seq_ids(seq_ids, batch, cache)
+    if num_q_heads == 0 or num_q_heads % spec.num_kv_heads:
+        refuse("num_q_heads", num_q_heads, f"must be a positive multiple of num_kv_heads, {spec.num_kv_heads}")
+    if not one_token and q.shape[1] == 0:
+        refuse("q_len", 0, "must be at least 1")
+    require_index("block_table", block_table, (batch, "max_pages"), cache.device)
+    require_index("seq_lens", seq_lens, (batch,), cache.device)
+    check_seq_ids(seq_ids, batch, cache)
     if sm_scale is None:
         sm_scale = 1 / math.sqrt(spec.head_dim)
     require(math.isfinite(sm_scale), "sm_scale", sm_scale, "must be finite")
@@ -146,23 +151,19 @@ def decode_attention(
         require_tensor("out", out, shape=tuple(q.shape), dtypes=(q.dtype,), device=cache.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     torch.ops.foscar.decode_attention(
-        tokens,
+        q.unsqueeze(1) if one_token else q,
         cache.pages,
-        cache.window,
+        cache.exact,
         cache.quantized_len,
         block_table,
         seq_lens,
         seq_ids,
         sinks,
-        out.unsqueeze(1) if q.dim() == 3 else out,
-        lse.unsqueeze(1) if q.dim() == 3 else lse,
+        out.unsqueeze(1) if one_token else out,
+        lse.unsqueeze(1) if one_token else lse,
         cache.recipe,
         sm_scale,
         softcap or None,
         None if window == -1 else window,
     )
     return (out, lse) if return_lse else out
-
-
-def _shape(q: object) -> object:
-    return list(q.shape) if isinstance(q, torch.Tensor) else type(q).__name__

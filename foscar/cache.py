@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 
 import foscar.ops  # noqa: F401  (defines torch.ops.foscar)
-from foscar._checks import require, require_tensor
+from foscar._checks import refuse, require, require_index, require_tensor
 from foscar.layout import CacheSpec
 
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INDEX_DTYPES = (torch.int32,)
 
 
 class PagedKVCache:
-    """One layer's keys and values: packed pages, and a window of tokens in the model's precision.
+    """One layer's keys and values: packed pages, and tokens that are kept exact, in the model's precision.
 
     Parameters
     ----------
@@ -24,10 +23,11 @@ class PagedKVCache:
     device : torch.device or str
         Where the cache lives.
     dtype : torch.dtype, optional
-        dtype of the window: bfloat16, float16 or float32. By default the window is allocated by the first append, in
-        the dtype of its keys. Without effect if ``spec.window_tokens`` is 0.
+        dtype of the exact tokens: bfloat16, float16 or float32. By default they are allocated by the first append, in
+        the dtype of its keys; give it if that append is captured in a CUDA graph. Without effect if
+        ``spec.exact_tokens`` is 0.
     max_seqs : int
-        Sequences that can be in the cache at a time, for specs that keep a window: each owns one of its rows.
+        Sequences that can be in the cache at a time, for specs that keep exact tokens: each owns a row of them.
 
     Attributes
     ----------
@@ -35,11 +35,11 @@ class PagedKVCache:
         ``str(spec)``, which names the spec to the operators.
     pages : torch.Tensor
         uint8 ``[num_pages, num_kv_heads, spec.record_bytes]``, the packed tokens (docs/format.md).
-    window : torch.Tensor
-        ``[max_seqs, num_kv_heads, 2, spec.window_tokens, head_dim]``: for each sequence and head, keys, then values, of
+    exact : torch.Tensor
+        ``[max_seqs, num_kv_heads, 2, spec.exact_tokens, head_dim]``: for each sequence and head, keys, then values, of
         its sink tokens and of a ring of recent ones. ``[0, …]`` while it is not allocated.
     quantized_len : torch.Tensor
-        int32 ``[max_seqs]``: the tokens of each sequence that have left its ring.
+        int32 ``[max_seqs]``: the position at which each sequence's ring begins.
 
     Raises
     ------
@@ -58,19 +58,18 @@ class PagedKVCache:
         require(isinstance(spec, CacheSpec), "spec", spec, "must be a foscar.CacheSpec")
         require(num_pages >= 1, "num_pages", num_pages, "must be at least 1")
         require(max_seqs >= 1, "max_seqs", max_seqs, "must be at least 1")
+        require(dtype is None or dtype in MODEL_DTYPES, "dtype", dtype, f"must be one of {list(MODEL_DTYPES)}")
         self.spec = spec
         self.recipe = str(spec)
-        self.pages = torch.zeros(num_pages, spec.num_kv_heads, spec.record_bytes, dtype=torch.uint8, device=device)
         self.max_seqs = max_seqs
-        rows = max_seqs if spec.window_tokens else 0
+        self.pages = torch.zeros(num_pages, spec.num_kv_heads, spec.record_bytes, dtype=torch.uint8, device=device)
+        rows = max_seqs if spec.exact_tokens else 0
         self.quantized_len = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.window = self._new_window(0, dtype or torch.bfloat16)
-        if dtype is not None:
-            require(dtype in MODEL_DTYPES, "dtype", dtype, f"must be one of {list(MODEL_DTYPES)}")
-            self.window = self._new_window(rows, dtype)
+        self.exact = self._new_exact(0 if dtype is None else rows, dtype or torch.bfloat16)
+        self._named_sequences: bool | None = None
 
-    def _new_window(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
-        shape = (rows, self.spec.num_kv_heads, 2, self.spec.window_tokens, self.spec.head_dim)
+    def _new_exact(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        shape = (rows, self.spec.num_kv_heads, 2, self.spec.exact_tokens, self.spec.head_dim)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @property
@@ -80,18 +79,18 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated: pages, window and its lengths."""
-        return self.pages.nbytes + self.window.nbytes + self.quantized_len.nbytes
+        """Bytes allocated."""
+        return self.pages.nbytes + self.exact.nbytes + self.quantized_len.nbytes
 
     def copy_pages(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy whole pages, int ``[n]`` ids each; `dst` must be distinct."""
         self.pages[dst.long()] = self.pages[src.long()]
 
-    def copy_window(self, src: int, dst: int) -> None:
-        """Copy one sequence's row of the window to another's."""
+    def copy_exact(self, src: int, dst: int) -> None:
+        """Copy one sequence's exact tokens, and where its ring begins, to another's row."""
         self.quantized_len[dst] = self.quantized_len[src]
-        if self.window.shape[0]:
-            self.window[dst] = self.window[src]
+        if self.exact.shape[0]:
+            self.exact[dst] = self.exact[src]
 
     def __repr__(self) -> str:
         return f"PagedKVCache({self.spec}, num_pages={self.pages.shape[0]}, {self.nbytes:,} bytes on {self.device})"
@@ -109,8 +108,8 @@ def append(
 ) -> None:
     """Append new tokens to the sequences of a batch.
 
-    Tokens enter the window, if the spec has one, and are quantised into their page when they leave it. A sequence is
-    truncated by appending at a smaller `seq_lens`, and begun anew by appending at 0.
+    If the spec keeps exact tokens, new ones are kept so, and are quantised into their page when they leave the recent
+    window. A sequence is truncated by appending at a smaller `seq_lens`, and begun anew by appending at 0.
 
     Parameters
     ----------
@@ -127,29 +126,35 @@ def append(
     cu_seqlens : torch.Tensor
         int32 ``[batch + 1]``: sequence b's new tokens are rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``.
     seq_ids : torch.Tensor, optional
-        int32 ``[batch]``: the row of the window that each sequence owns, the same at every call; by default
-        0, 1, … in batch order. Ignored if the spec keeps no window.
+        int32 ``[batch]``: the row of ``cache.exact`` that each sequence owns, from its first append to its end. By
+        default 0, 1, … in batch order, which is right as long as the batch stays the same; it is refused once
+        `seq_ids` has been given. Ignored if the spec keeps no exact tokens.
 
     Raises
     ------
     ValueError
-        If an argument does not fit, or a value of k or v is not finite. The cache is then as it was.
+        If an argument does not fit, or, in the reference backend, a value: lengths, page ids, or a k or v that is not
+        finite. The cache is then as it was.
     """
     spec = cache.spec
-    _check_index("block_table", block_table, ("batch", "max_pages"), cache)
+    require_index("block_table", block_table, ("batch", "max_pages"), cache.device)
     batch = block_table.shape[0]
-    _check_index("seq_lens", seq_lens, (batch,), cache)
-    _check_index("cu_seqlens", cu_seqlens, (batch + 1,), cache)
-    _check_seq_ids(seq_ids, batch, cache)
-    dtypes = (cache.window.dtype,) if cache.window.shape[0] else MODEL_DTYPES
+    require_index("seq_lens", seq_lens, (batch,), cache.device)
+    require_index("cu_seqlens", cu_seqlens, (batch + 1,), cache.device)
+    check_seq_ids(seq_ids, batch, cache)
+    dtypes = (cache.exact.dtype,) if cache.exact.shape[0] else MODEL_DTYPES
     shape = ("total_tokens", spec.num_kv_heads, spec.head_dim)
     require_tensor("k", k, shape=shape, dtypes=dtypes, device=cache.device)
     require_tensor("v", v, shape=tuple(k.shape), dtypes=(k.dtype,), device=cache.device)
-    if spec.window_tokens and not cache.window.shape[0]:
-        cache.window = cache._new_window(cache.max_seqs, k.dtype)
+    if spec.exact_tokens:
+        cache._named_sequences = seq_ids is not None
+        if not cache.exact.shape[0]:
+            capturing = k.is_cuda and torch.cuda.is_current_stream_capturing()
+            require(not capturing, "dtype", None, "must be given to a PagedKVCache that a CUDA graph appends to first")
+            cache.exact = cache._new_exact(cache.max_seqs, k.dtype)
     torch.ops.foscar.append(
         cache.pages,
-        cache.window,
+        cache.exact,
         cache.quantized_len,
         k,
         v,
@@ -188,23 +193,22 @@ def dequantize(
     ValueError
         If an argument does not fit.
     """
-    _check_index("block_table", block_table, ("batch", "max_pages"), cache)
-    _check_index("seq_lens", seq_lens, (block_table.shape[0],), cache)
-    _check_seq_ids(seq_ids, block_table.shape[0], cache)
+    require_index("block_table", block_table, ("batch", "max_pages"), cache.device)
+    require_index("seq_lens", seq_lens, (block_table.shape[0],), cache.device)
+    check_seq_ids(seq_ids, block_table.shape[0], cache)
     k, v = torch.ops.foscar.dequantize(
-        cache.pages, cache.window, cache.quantized_len, block_table, seq_lens, seq_ids, cache.recipe
+        cache.pages, cache.exact, cache.quantized_len, block_table, seq_lens, seq_ids, cache.recipe
     )
     return k, v
 
 
-def _check_index(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...], cache: PagedKVCache) -> None:
-    require_tensor(name, tensor, shape=shape, dtypes=_INDEX_DTYPES, device=cache.device)
-
-
-def _check_seq_ids(seq_ids: torch.Tensor | None, batch: int, cache: PagedKVCache) -> None:
-    if not cache.spec.window_tokens:
+def check_seq_ids(seq_ids: torch.Tensor | None, batch: int, cache: PagedKVCache) -> None:
+    """Check which exact tokens are meant, where there are any."""
+    if not cache.spec.exact_tokens:
         return
     if seq_ids is not None:
-        _check_index("seq_ids", seq_ids, (batch,), cache)
-    else:
-        require(batch <= cache.max_seqs, "batch", batch, f"must not exceed the cache's max_seqs, {cache.max_seqs}")
+        require_index("seq_ids", seq_ids, (batch,), cache.device)
+    elif cache._named_sequences:
+        refuse("seq_ids", None, "must be given, as it was when this cache was appended to")
+    elif batch > cache.max_seqs:
+        refuse("batch", batch, f"must not exceed the cache's max_seqs, {cache.max_seqs}")

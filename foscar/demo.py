@@ -163,7 +163,6 @@ def run(layers: list[Layer], advance: Callable[[str], None] = lambda name: None)
     """
     exact = [_attend_exactly(layer) for layer in layers]
     elements = sum(2 * layer.k.numel() for layer in layers)
-    tokens = max(len(layer.k) for layer in layers)
     recipes: list[Recipe] = []
     for name in ("BF16", *specs(1, 64)):
         decoded, bits = [], (16, 16)
@@ -176,6 +175,7 @@ def run(layers: list[Layer], advance: Callable[[str], None] = lambda name: None)
                 decoded.append(_decode(layer, want, spec))
                 bits = (spec.k.bits, spec.v.bits)
         nbytes = sum(got.nbytes for got in decoded)
+        per_token = sum(got.nbytes / len(layer.k) for got, layer in zip(decoded, layers, strict=True))
         pairs = list(zip(decoded, exact, strict=True))
         wrong = sum((got.out.double() - want.out).square().sum().item() for got, want in pairs)
         whole = sum(want.out.square().sum().item() for want in exact)
@@ -185,8 +185,8 @@ def run(layers: list[Layer], advance: Callable[[str], None] = lambda name: None)
                 name,
                 *bits,
                 bits_per_element=nbytes * 8 / elements,
-                bytes_per_token=nbytes / tokens,
-                compression=recipes[0].bytes_per_token * tokens / nbytes if recipes else 1.0,
+                bytes_per_token=per_token,
+                compression=16 * elements / 8 / nbytes,
                 output_error=(wrong / whole) ** 0.5,
                 top_mass_kept=kept.mean().item(),
                 seconds=sum(got.seconds for got in decoded),
@@ -216,15 +216,19 @@ def _attend_exactly(layer: Layer) -> _Exact:
 def _decode_bf16(layer: Layer, exact: _Exact) -> _Decoded:
     """PyTorch's own attention over an unquantised cache."""
     k, v = (x.bfloat16().transpose(0, 1).contiguous() for x in (layer.k, layer.v))
-    outs, seconds = [], 0.0
-    for length, q in _steps(layer):
+    group = layer.q.shape[1] // layer.k.shape[1]
+    outs, top_ps, seconds = [], [], 0.0
+    for (length, q), top in zip(_steps(layer), exact.top, strict=True):
         start = time.perf_counter()
         out = torch.nn.functional.scaled_dot_product_attention(
             q.bfloat16()[:, None], k[:, :length], v[:, :length], scale=layer.sm_scale, enable_gqa=True
         )
         seconds += time.perf_counter() - start
         outs.append(out[:, 0])
-    return _Decoded(torch.stack(outs), exact.top_p, seconds, k.nbytes + v.nbytes)
+        keys = k[:, :length].repeat_interleave(group, 0).double()
+        p = torch.softmax(torch.einsum("hd,htd->ht", q.double(), keys) * layer.sm_scale, -1)
+        top_ps.append(p.gather(1, top[:, None])[:, 0])
+    return _Decoded(torch.stack(outs), torch.stack(top_ps), seconds, k.nbytes + v.nbytes)
 
 
 def _decode(layer: Layer, exact: _Exact, spec: CacheSpec) -> _Decoded:
@@ -239,11 +243,11 @@ def _decode(layer: Layer, exact: _Exact, spec: CacheSpec) -> _Decoded:
         manager.append([seq], layer.k[length - 1 : length], layer.v[length - 1 : length])
         tables = manager.tables([seq])
         start = time.perf_counter()
-        out, lse = decode_attention(q[None], cache, *tables, sm_scale=layer.sm_scale, return_lse=True)
+        out, lse = decode_attention(q[None], cache, **tables, sm_scale=layer.sm_scale, return_lse=True)
         seconds += time.perf_counter() - start
         outs.append(out[0])
         lses.append(lse[0])
-    k_hat, _ = dequantize(cache, *manager.tables([seq]))
+    k_hat, _ = dequantize(cache, **manager.tables([seq]))
     # A token is quantised once, so its key is either what it is at the end or, while in the window, the exact one.
     quantized = torch.tensor([spec.quantized_len(n) for n, _ in _steps(layer)])[:, None]
     in_window = (exact.top < spec.sink_tokens) | (exact.top >= quantized)

@@ -5,7 +5,7 @@ head needs of one page is one contiguous *record* of four regions, without paddi
 
     K codes | K parameters | V codes | V parameters
 
-Nothing here depends on a GPU, on the number of query heads, or on how attention is computed.
+The format depends neither on a GPU's generation nor on the number of query heads.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class QuantSpec:
         Token-wise: channels that share a scale and an offset; head_dim (the default), 64 or 32. Channel-wise: tokens
         that do, always 64.
     clip : float
-        Fraction, in (0, 1], of a row's magnitudes that is left as it is: a row (one token's channels, or one channel's
-        64 tokens) is clamped to plus or minus its ``int(clip * n)``-th smallest magnitude before it is quantised. 1
-        clips nothing. It changes the values stored, not the format.
+        Fraction, in (0, 1], of a row's magnitudes that is left as it is: before it is quantised, a row of n values (one
+        token's channels, or one channel's 64 tokens) is clamped to plus or minus the magnitude that ``int(clip * n)``
+        others are below. 1 clips nothing. It changes the values stored, not the format.
 
     Raises
     ------
@@ -185,20 +185,28 @@ class CacheSpec:
         return self.recent_tokens + (PAGE_SIZE if self.block_wise else 0)
 
     @property
-    def window_tokens(self) -> int:
+    def exact_tokens(self) -> int:
         """Tokens that each sequence may keep in the model's precision: its sinks, then its ring."""
         return self.sink_tokens + self.ring_tokens
 
-    def quantized_len(self, seq_len: int) -> int:
-        """Tokens that have left the recent window once a sequence has grown to `seq_len` tokens."""
-        left = max(seq_len - self.recent_tokens, 0)
+    def ring_row(self, position: int) -> int:
+        """Row, among a sequence's exact tokens, of the one at `position` while it is in the ring."""
+        return self.sink_tokens + position % self.ring_tokens
+
+    def quantized_len(self, seq_len: int, before: int = 0) -> int:
+        """Where the ring begins once a sequence has grown to `seq_len` tokens.
+
+        Tokens before it have left the recent window. It never moves back, except when a sequence is truncated:
+        `before` is where it was, at most the length that the sequence grew from.
+        """
+        left = max(seq_len - self.recent_tokens, before)
         return left // PAGE_SIZE * PAGE_SIZE if self.block_wise else left
 
     def sequence_bytes(self, seq_len: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Bytes that one sequence of `seq_len` tokens takes: whole pages, and its window in `dtype`."""
-        pages = -(-self.quantized_len(seq_len) // PAGE_SIZE)
-        window = 2 * self.window_tokens * self.head_dim * dtype.itemsize
-        return self.num_kv_heads * (pages * self.record_bytes + window)
+        """Bytes that one sequence of `seq_len` tokens takes: whole pages, and its exact tokens in `dtype`."""
+        pages = len(pages_of(range(self.sink_tokens, self.quantized_len(seq_len))))
+        exact = 2 * self.exact_tokens * self.head_dim * dtype.itemsize
+        return self.num_kv_heads * (pages * self.record_bytes + exact)
 
     def __str__(self) -> str:
         shape = f"h{self.num_kv_heads}-d{self.head_dim}-s{self.sink_tokens}-r{self.recent_tokens}"
@@ -219,6 +227,11 @@ class CacheSpec:
             return QuantSpec(int(bits), name, int(group_size), float(clip or 1))
 
         return cls(quantizer(*fields[:4]), quantizer(*fields[4:8]), *map(int, fields[8:]))
+
+
+def pages_of(positions: range) -> range:
+    """Columns of a block table whose pages hold these tokens."""
+    return range(positions.start // PAGE_SIZE, -(-positions.stop // PAGE_SIZE)) if positions else range(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,10 +293,10 @@ def _k_codes(bits: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _v_codes(bits: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """V codes: 32-bit words in the order in which a warp takes them as fragments of V transposed.
 
-    A word holds, for eight tokens' worth of lanes, four tokens in its four bytes: tokens 2c, 2c + 8, 2c + 1, 2c + 9 of
-    a block of 16, for lane 4 g + c. Its fields run over channels 8 apart: field f of word w is channel
-    8 (fields w + f) + g. A lane's words, numbered through the four blocks, come in chunks of 16 bytes; the chunks of
-    all lanes lie side by side, so that a warp reads 512 contiguous bytes.
+    The four bytes of a word of lane 4 g + c are tokens 2c, 2c + 8, 2c + 1 and 2c + 9 of a block of 16. The fields of a
+    byte are channels 8 apart: field f of word w is channel 8 (fields w + f) + g. A lane's words, numbered through the
+    four blocks, come in chunks of 16 bytes; the chunks of all lanes lie side by side, so that a warp reads 512
+    contiguous bytes.
     """
     fields = 8 // bits
     words = head_dim // (8 * fields)
@@ -306,7 +319,7 @@ def _token_params(groups: int) -> torch.Tensor:
 
 def _k_channel_params(head_dim: int) -> torch.Tensor:
     """Channel-wise words of K: the lanes' runs of channels, interleaved four words at a time."""
-    run = 1 << (head_dim - 1).bit_length() - 2
+    run = {64: 16, 96: 32, 128: 32, 256: 64}[head_dim]
     channel = torch.arange(head_dim)
     return channel % run // 4 * (head_dim // run * 4) + channel // run * 4 + channel % 4
 
@@ -332,6 +345,7 @@ def _operand(name: Literal["k", "v"], quant: QuantSpec, head_dim: int, start: in
 @functools.cache
 def record_layout(spec: CacheSpec, device: torch.device | str = "cpu") -> RecordLayout:
     """Return the layout of a record of `spec`, its tables on `device`."""
-    k = _operand("k", spec.k, spec.head_dim, 0)
-    v = _operand("v", spec.v, spec.head_dim, k.end)
+    with torch.device("cpu"):  # whatever the caller's default device is
+        k = _operand("k", spec.k, spec.head_dim, 0)
+        v = _operand("v", spec.v, spec.head_dim, k.end)
     return RecordLayout(k.to(device), v.to(device), v.end)

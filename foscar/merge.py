@@ -12,6 +12,8 @@ from foscar._checks import require
 def merge_states(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine attention outputs over disjoint sets of keys into that over their union.
 
+    A sink logit belongs in one of them only, or it counts as often as it is given.
+
     Parameters
     ----------
     outs : sequence of torch.Tensor

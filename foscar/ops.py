@@ -16,14 +16,14 @@ from foscar.reference import attention, cache
 
 _SCHEMAS = {
     "foscar::append": """(
-        Tensor(a!) pages, Tensor(b!) window, Tensor(c!) quantized_len, Tensor k, Tensor v,
+        Tensor(a!) pages, Tensor(b!) exact, Tensor(c!) quantized_len, Tensor k, Tensor v,
         Tensor block_table, Tensor seq_lens, Tensor cu_seqlens, Tensor? seq_ids, str spec) -> ()""",
     "foscar::decode_attention": """(
-        Tensor q, Tensor pages, Tensor window, Tensor quantized_len,
+        Tensor q, Tensor pages, Tensor exact, Tensor quantized_len,
         Tensor block_table, Tensor seq_lens, Tensor? seq_ids, Tensor? sinks, Tensor(a!) out, Tensor(b!) lse,
         str spec, float sm_scale, float? softcap, int? window_left) -> ()""",
     "foscar::dequantize": """(
-        Tensor pages, Tensor window, Tensor quantized_len,
+        Tensor pages, Tensor exact, Tensor quantized_len,
         Tensor block_table, Tensor seq_lens, Tensor? seq_ids, str spec) -> (Tensor, Tensor)""",
 }
 
@@ -32,8 +32,9 @@ for _name, _schema in _SCHEMAS.items():
 
 
 def _with_spec(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Read the one string among the arguments back as a CacheSpec."""
+    """Read the one string among the arguments back as a CacheSpec. Nothing is differentiable."""
 
+    @torch.no_grad()
     def call(*args: Any) -> Any:
         return function(*(CacheSpec.parse(arg) if isinstance(arg, str) else arg for arg in args))
 

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import torch
 
 from foscar._checks import require
 from foscar.cache import PagedKVCache, append
-from foscar.layout import PAGE_SIZE
+from foscar.layout import PAGE_SIZE, pages_of
 
 
 class OutOfPagesError(RuntimeError):
-    """The cache has no free page, or no free row of its window, for what was asked; nothing has changed."""
+    """The cache has no free page, or no free row for exact tokens; nothing has changed."""
+
+
+class Tables(TypedDict):
+    """The arguments by which the functions of foscar know sequences."""
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_ids: torch.Tensor
 
 
 @dataclass
 class _Entry:
     length: int = 0
     quantized: int = 0  # mirrors PagedKVCache.quantized_len
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # -1 for pages that would hold sinks only
 
 
 class BlockManager:
     """Gives pages of a cache to sequences, shares them between forks, and takes them back.
 
-    A serving engine has its own and needs none of this. Nothing here synchronises with the device.
+    It serves one layer, and a serving engine has its own and needs none of this.
 
     Parameters
     ----------
@@ -44,6 +54,9 @@ class BlockManager:
     >>> manager.append([branch], torch.randn(1, 2, 64), torch.randn(1, 2, 64))
     >>> manager.length(seq), manager.length(branch)
     (100, 101)
+    >>> q = torch.randn(2, 8, 64)
+    >>> foscar.decode_attention(q, manager.cache, **manager.tables([seq, branch])).shape
+    torch.Size([2, 8, 64])
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
@@ -69,12 +82,12 @@ class BlockManager:
         Raises
         ------
         OutOfPagesError
-            If the cache keeps a window and has max_seqs sequences already.
+            If the spec keeps exact tokens and the cache has max_seqs sequences already.
         """
         if self._free_ids:
             seq_id = self._free_ids.pop()
-        elif self.cache.spec.window_tokens and self._next_id == self.cache.max_seqs:
-            raise OutOfPagesError(f"max_seqs={self.cache.max_seqs}: every row of the window is in use")
+        elif self.cache.spec.exact_tokens and self._next_id == self.cache.max_seqs:
+            raise OutOfPagesError(f"max_seqs={self.cache.max_seqs}: every row for exact tokens is in use")
         else:
             seq_id = self._next_id
             self._next_id += 1
@@ -89,15 +102,16 @@ class BlockManager:
         Raises
         ------
         OutOfPagesError
-            If the cache keeps a window and has max_seqs sequences already.
+            If the spec keeps exact tokens and the cache has max_seqs sequences already.
         """
         entry = self._entry(seq_id)
         fork_id = self.new()
         self._entries[fork_id] = _Entry(entry.length, entry.quantized, list(entry.pages))
         for page in entry.pages:
-            self._users[page] += 1
-        if self.cache.spec.window_tokens:
-            self.cache.copy_window(seq_id, fork_id)
+            if page >= 0:
+                self._users[page] += 1
+        if self.cache.spec.exact_tokens:
+            self.cache.copy_exact(seq_id, fork_id)
         return fork_id
 
     def truncate(self, seq_id: int, length: int) -> None:
@@ -108,7 +122,7 @@ class BlockManager:
         seq_id : int
             The sequence.
         length : int
-            Tokens to keep. With a channel-wise operand it may end in the window, in the sinks, or at a multiple of 64:
+            Tokens to keep. With a channel-wise operand it must end in the ring, in the sinks, or at a multiple of 64:
             the other tokens of a quantised block cannot be replaced.
 
         Raises
@@ -164,10 +178,9 @@ class BlockManager:
         entries = [self._entry(seq_id) for seq_id in seq_ids]
         lengths = [entry.length + new for entry, new in zip(entries, num_tokens, strict=True)]
         self._reserve(entries, lengths)
-        block_table, seq_lens = self.tables(seq_ids)
-        ends = torch.tensor([0, *num_tokens]).cumsum(0).tolist()
+        ends = self._index([0, *itertools.accumulate(num_tokens)])
         try:
-            append(self.cache, k, v, block_table, seq_lens, self._index(ends), seq_ids=self._index(seq_ids))
+            append(self.cache, k, v, cu_seqlens=ends, **self.tables(seq_ids))
         except ValueError:
             for entry in entries:
                 self._release(entry)
@@ -176,8 +189,8 @@ class BlockManager:
             entry.quantized = self._quantized_after(entry, length)
             entry.length = length
 
-    def tables(self, seq_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the functions of foscar take for these sequences.
+    def tables(self, seq_ids: Sequence[int]) -> Tables:
+        """Return the arguments by which the functions of foscar know these sequences.
 
         Parameters
         ----------
@@ -187,43 +200,42 @@ class BlockManager:
         Returns
         -------
         block_table : torch.Tensor
-            int32 ``[len(seq_ids), max_pages]`` on the cache's device, -1 where a sequence has fewer pages.
-        seq_lens : torch.Tensor
-            int32 ``[len(seq_ids)]``.
+            int32 ``[len(seq_ids), max_pages]`` on the cache's device, -1 where a sequence has no page.
+        seq_lens, seq_ids : torch.Tensor
+            int32 ``[len(seq_ids)]`` each.
         """
         entries = [self._entry(seq_id) for seq_id in seq_ids]
         width = max((len(entry.pages) for entry in entries), default=0)
         rows = [entry.pages + [-1] * (width - len(entry.pages)) for entry in entries]
-        block_table = self._index([page for row in rows for page in row]).view(len(entries), width)
-        return block_table, self._index([entry.length for entry in entries])
+        return {
+            "block_table": self._index([page for row in rows for page in row]).view(len(entries), width),
+            "seq_lens": self._index([entry.length for entry in entries]),
+            "seq_ids": self._index(seq_ids),
+        }
 
     def _entry(self, seq_id: int) -> _Entry:
         require(seq_id in self._entries, "seq_id", seq_id, f"must be one of {sorted(self._entries)}")
         return self._entries[seq_id]
 
     def _quantized_after(self, entry: _Entry, length: int) -> int:
-        if length == entry.length:
-            return entry.quantized
-        start = entry.quantized // PAGE_SIZE * PAGE_SIZE if self.cache.spec.block_wise else entry.quantized
-        return max(start, self.cache.spec.quantized_len(length))
+        return entry.quantized if length == entry.length else self.cache.spec.quantized_len(length, entry.quantized)
 
     def _reserve(self, entries: list[_Entry], lengths: list[int]) -> None:
         """Give each sequence pages for its new length, and pages of its own where the append will write."""
         users = list(self._users)
-        missing: list[int] = []
+        missing: list[range] = []
         shared: list[list[int]] = []
         for entry, length in zip(entries, lengths, strict=True):
-            after = self._quantized_after(entry, length)
-            stop = -(-after // PAGE_SIZE)
-            missing.append(max(stop - len(entry.pages), 0))
+            start = max(entry.quantized, self.cache.spec.sink_tokens)
+            written = pages_of(range(start, self._quantized_after(entry, length)))
+            have = len(entry.pages)
+            missing.append(range(max(written.start, have), written.stop))
             shared.append([])
-            if after == entry.quantized:
-                continue
-            for column in range(entry.quantized // PAGE_SIZE, min(stop, len(entry.pages))):
+            for column in range(written.start, min(written.stop, have)):
                 if users[entry.pages[column]] > 1:
                     users[entry.pages[column]] -= 1
                     shared[-1].append(column)
-        needed = sum(missing) + sum(map(len, shared))
+        needed = sum(map(len, missing)) + sum(map(len, shared))
         if needed > len(self._free_pages):
             raise OutOfPagesError(f"{needed} pages are needed, {len(self._free_pages)} are free")
         self._users = users
@@ -233,7 +245,9 @@ class BlockManager:
                 src.append(entry.pages[column])
                 entry.pages[column] = self._take()
                 dst.append(entry.pages[column])
-            entry.pages += [self._take() for _ in range(new)]
+            if new:
+                entry.pages += [-1] * (new.start - len(entry.pages))
+                entry.pages += [self._take() for _ in new]
         if src:
             self.cache.copy_pages(self._index(src), self._index(dst))
 
@@ -244,11 +258,12 @@ class BlockManager:
 
     def _release(self, entry: _Entry, keep: int | None = None) -> None:
         """Give up the pages after the first `keep`, by default those without a quantised token."""
-        keep = -(-entry.quantized // PAGE_SIZE) if keep is None else keep
+        keep = pages_of(range(self.cache.spec.sink_tokens, entry.quantized)).stop if keep is None else keep
         for page in entry.pages[keep:]:
-            self._users[page] -= 1
-            if self._users[page] == 0:
-                self._free_pages.append(page)
+            if page >= 0:
+                self._users[page] -= 1
+                if self._users[page] == 0:
+                    self._free_pages.append(page)
         del entry.pages[keep:]
 
     def _index(self, values: Sequence[int]) -> torch.Tensor:

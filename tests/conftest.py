@@ -12,6 +12,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+# Tensors are small here: threads cost more than they bring, above all on a busy machine.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

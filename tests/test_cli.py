@@ -43,9 +43,9 @@ def test_demo() -> None:
     for bits in (2, 4):
         assert errors[f"INT{bits} channel-wise K + windows"] < errors[f"INT{bits} channel-wise K"]
         assert errors[f"INT{bits} channel-wise K"] < errors[f"INT{bits} token-wise"]
-    # What 4096 tokens take: 64 pages of records, or 62 and a window of 64 + 128 + 64 tokens.
+    # What 4096 tokens take: 64 pages of records, or 61, 64 sink tokens and a ring of 128 + 64.
     assert recipes["INT2 token-wise"]["bytes_per_token"] == 3 * 2560 / 64
-    assert recipes["INT2 channel-wise K + windows"]["bytes_per_token"] == 3 * (62 * 2560 + 256 * 2 * 64 * 2) / 4096
+    assert recipes["INT2 channel-wise K + windows"]["bytes_per_token"] == 3 * (61 * 2560 + 256 * 2 * 64 * 2) / 4096
     assert matplotlib.image.imread("foscar-demo.png").shape[2] == 4
 
 

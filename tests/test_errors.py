@@ -35,7 +35,7 @@ def nan_at(*position: int) -> torch.Tensor:
 
 # Each replaces arguments of a good append of 3 and 2 tokens to sequences of 70 and 64.
 BAD_APPENDS: list[tuple[str, dict[str, Any]]] = [
-    (r"k=list: must be a torch.Tensor", {"k": [1.0]}),
+    (r"k='list': must be a torch.Tensor", {"k": [1.0]}),
     (r"k.shape=\[5, 3, 64\]: must be \[total_tokens, 2, 64\]", {"k": kv(heads=3)}),
     (r"k.shape=\[5, 2, 128\]", {"k": kv(dim=128)}),
     (r"k.shape=\[5, 128\]", {"k": kv().flatten(1)}),
@@ -183,6 +183,14 @@ def test_a_window_that_was_never_filled() -> None:
     refused(cache, message, foscar.dequantize, table, i32([1]))
     k, _ = foscar.dequantize(cache, table, i32([0]))
     assert k.shape == (0, HEADS, DIM)
+
+
+def test_sequences_that_were_named_must_be_named() -> None:
+    batch = make_batch(WINDOWED, [90, 70])
+    message = r"seq_ids=None: must be given, as it was when this cache was appended to"
+    good = {"block_table": batch.block_table, "seq_lens": batch.seq_lens}
+    refused(batch.cache, message, foscar.dequantize, **good)
+    refused(batch.cache, message, foscar.append, k=kv(), v=kv(), cu_seqlens=i32([0, 3, 5]), **good)
 
 
 def test_more_sequences_than_rows() -> None:

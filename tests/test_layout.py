@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 import torch
-from helpers import all_specs
+from helpers import all_specs, make_batch
 
 import foscar
 from foscar.layout import FORMAT_VERSION, HEAD_DIMS, PAGE_SIZE, record_layout
@@ -53,6 +53,16 @@ def test_the_format_does_not_change_unnoticed() -> None:
             for table in (operand.code_byte, operand.code_channel, operand.param_byte):
                 digest.update(table.to(torch.int32).contiguous().numpy().tobytes())
     assert (FORMAT_VERSION, digest.hexdigest()[:16]) == (1, "66f83177dc4dc1e0")
+
+
+def test_the_bytes_of_a_record_do_not_change_unnoticed() -> None:
+    """The same for what an append writes, parameters included; values are exact in every float type."""
+    digest = hashlib.sha256()
+    for spec in all_specs(1):
+        x = (torch.arange(64 * spec.head_dim).view(64, 1, -1) * 37 % 251 - 100) / 16
+        batch = make_batch(spec, [64], kv=([x], [x.flip(0)]))
+        digest.update(batch.cache.pages[batch.block_table[0, 0]].numpy().tobytes())
+    assert (FORMAT_VERSION, digest.hexdigest()[:16]) == (1, "9bf453f8918a422a")
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -109,10 +119,10 @@ def test_presets_and_defaults() -> None:
     spec = foscar.CacheSpec.kivi(4, 2, 256, v_bits=2, group_size=64, sink_tokens=3, recent_tokens=5)
     assert spec.k == foscar.QuantSpec(4, "channel", 64)
     assert spec.v == foscar.QuantSpec(2, "token", 64)
-    assert (spec.window_tokens, spec.ring_tokens, spec.page_size) == (3 + 5 + 64, 5 + 64, 64)
+    assert (spec.exact_tokens, spec.ring_tokens, spec.page_size) == (3 + 5 + 64, 5 + 64, 64)
     plain = foscar.CacheSpec(foscar.QuantSpec(2), foscar.QuantSpec(2, group_size=128), 8, 128)
     assert plain == foscar.CacheSpec.token_wise(2, 8, 128)
-    assert plain.window_tokens == 0
+    assert plain.exact_tokens == 0
 
 
 @pytest.mark.parametrize(

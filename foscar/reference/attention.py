@@ -26,13 +26,13 @@ class _Query:
     position: torch.Tensor  # [rows], of each row's token in the sequence
     sm_scale: float
     softcap: float | None
-    window: int | None
+    window_left: int | None
 
 
 def decode_attention(
     q: torch.Tensor,
     pages: torch.Tensor,
-    window: torch.Tensor,
+    exact: torch.Tensor,
     quantized_len: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -43,29 +43,30 @@ def decode_attention(
     spec: CacheSpec,
     sm_scale: float,
     softcap: float | None,
-    left_window: int | None,
+    window_left: int | None,
 ) -> None:
     """Write attention into `out` ``[batch, q_len, num_q_heads, head_dim]`` and `lse` ``[batch, q_len, num_q_heads]``.
 
     Arguments are those of `foscar.decode_attention`, its 3-D query unsqueezed, and the tensors of a cache.
     """
     q_len, group = q.shape[1], q.shape[2] // spec.num_kv_heads
-    states = read_states(spec, window, quantized_len, seq_lens, seq_ids)
-    first_visible = [0 if left_window is None else max(s.length - q_len - left_window, 0) for s in states]
-    page_ranges = [s.page_range(first) for s, first in zip(states, first_visible, strict=True)]
-    page_rows = read_block_table(pages, block_table, page_ranges)
+    states = read_states(spec, exact, quantized_len, seq_lens, seq_ids)
+    first_visible = [0 if window_left is None else max(s.length - q_len - window_left, 0) for s in states]
+    visible = [range(max(s.paged.start, first), s.paged.stop) for s, first in zip(states, first_visible, strict=True)]
+    page_rows = read_block_table(pages, block_table, visible)
     layout = record_layout(spec, pages.device)
-    for b, (state, page_ids, (first_page, _)) in enumerate(zip(states, page_rows, page_ranges, strict=True)):
+    for b, (state, positions, page_ids) in enumerate(zip(states, visible, page_rows, strict=True)):
         rows = q[b].float().unflatten(1, (spec.num_kv_heads, group)).transpose(0, 1).flatten(1, 2)
         position = torch.arange(state.length - q_len, state.length, device=q.device).repeat_interleave(group)
-        query = _Query(rows, position, sm_scale, softcap, left_window)
+        query = _Query(rows, position, sm_scale, softcap, window_left)
         parts = [(torch.zeros_like(rows), rows.new_full(rows.shape[:2], -torch.inf))]
-        for positions, slots in state.window_tiers():
+        for tier, slots in state.exact_tiers():
             if slots:
-                parts.append(_attend_window(query, window[state.seq_id][:, :, slots], positions))
+                parts.append(_attend_exact(query, exact[state.seq_id][:, :, slots], tier))
         for i in range(0, len(page_ids), _PAGES_PER_STEP):
             records = pages[page_ids[i : i + _PAGES_PER_STEP]].transpose(0, 1)
-            parts.append(_attend_pages(query, records, (first_page + i) * PAGE_SIZE, state, layout))
+            start = (positions.start // PAGE_SIZE + i) * PAGE_SIZE
+            parts.append(_attend_pages(query, records, start, state, layout))
         row_out, row_lse = merge_states(*zip(*parts, strict=True))
         row_out = row_out.unflatten(1, (q_len, group)).transpose(0, 1).flatten(1, 2)
         row_lse = row_lse.unflatten(1, (q_len, group)).transpose(0, 1).flatten(1, 2)
@@ -74,11 +75,11 @@ def decode_attention(
         out[b], lse[b] = row_out.to(out.dtype), row_lse
 
 
-def _attend_window(query: _Query, tokens: torch.Tensor, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_exact(query: _Query, tokens: torch.Tensor, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to unquantised tokens ``[num_kv_heads, 2, tokens, head_dim]``."""
     k, v = tokens.float().unbind(1)
     key = torch.arange(positions.start, positions.stop, device=k.device)
-    p, total, lse = _softmax(query, query.rows @ k.transpose(1, 2), key, key >= 0)
+    p, total, lse = _softmax(query, query.rows @ k.transpose(1, 2), key, torch.ones_like(key, dtype=torch.bool))
     return p @ v / total, lse
 
 
@@ -87,7 +88,7 @@ def _attend_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to consecutive records ``[num_kv_heads, pages, record_bytes]``, whose first token is at `start`."""
     key = torch.arange(start, start + records.shape[1] * PAGE_SIZE, device=records.device)
-    is_token = (key >= state.sinks) & (key < state.quantized)
+    is_token = (key >= state.paged.start) & (key < state.paged.stop)
     dots = _fold_k(query.rows, records, layout.k, is_token)
     p, total, lse = _softmax(query, dots, key, is_token)
     return _fold_v(p, records, layout.v, is_token) / total, lse
@@ -102,8 +103,8 @@ def _softmax(
         scores = query.softcap * torch.tanh(scores / query.softcap)
     position = query.position[:, None]
     visible = is_token & (key <= position)
-    if query.window is not None:
-        visible = visible & (key >= position - query.window)
+    if query.window_left is not None:
+        visible = visible & (key >= position - query.window_left)
     scores = scores.masked_fill(~visible, -torch.inf)
     top = scores.amax(-1, keepdim=True)
     p = torch.exp(scores - top.masked_fill(top == -torch.inf, 0))
