@@ -18,6 +18,12 @@ def require(condition: bool, name: str, value: Any, rule: str) -> None:
         refuse(name, value, rule)
 
 
+def require_int(name: str, value: Any, least: int) -> None:
+    """Check an int, a bool not being one."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        refuse(name, value, f"must be an int of at least {least}")
+
+
 def require_tensor(
     name: str,
     tensor: torch.Tensor,

@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 import torch
 
-from foscar._checks import refuse, require, require_index, require_tensor
+from foscar._checks import refuse, require, require_index, require_int, require_tensor
 from foscar.cache import MODEL_DTYPES, PagedKVCache, check_seq_ids
 
 
@@ -63,7 +63,7 @@ def decode_attention(
 
     Query token t of the `q_len` tokens given for a sequence is its token ``seq_len - q_len + t``, and sees the keys up
     to itself. Scale and offset of the codes are folded into the query, the scores, the probabilities or the output;
-    accumulation is in float32.
+    accumulation is in float32. Nothing is differentiable.
 
     Parameters
     ----------
@@ -74,8 +74,8 @@ def decode_attention(
     cache : PagedKVCache
         The cache.
     block_table : torch.Tensor
-        int32 ``[batch, max_pages]``: token p of sequence b is in page ``block_table[b, p // 64]``. Columns that are not
-        needed may hold anything.
+        int32 ``[batch, max_pages]``: token p of sequence b is in page ``block_table[b, p // 64]``. Only columns of
+        pages that hold tokens to be seen are looked at.
     seq_lens : torch.Tensor
         int32 ``[batch]``: keys of each sequence, those of its query tokens included; 0 is allowed.
     sm_scale : float, optional
@@ -84,7 +84,7 @@ def decode_attention(
         If given, and not 0, a scaled score s becomes ``softcap * tanh(s / softcap)``.
     window : int, optional
         If given, a query at position i sees no keys before ``i - window``, as `window_left` in FlashInfer: itself and
-        `window` others. -1 means no limit.
+        `window` others. -1 means no limit. A model's `sliding_window` of N tokens is a window of N - 1.
     sinks : torch.Tensor, optional
         float ``[num_q_heads]``: a logit for each head that takes part in the softmax's denominator, unscaled, and has
         no value. Of several calls whose results are merged, one should be given it.
@@ -121,6 +121,7 @@ def decode_attention(
     >>> foscar.decode_attention(torch.randn(1, 8, 64), cache, block_table, ends[1:]).shape
     torch.Size([1, 8, 64])
     """
+    require(isinstance(cache, PagedKVCache), "cache", type(cache).__name__, "must be a foscar.PagedKVCache")
     spec = cache.spec
     if not isinstance(q, torch.Tensor) or q.dim() not in (3, 4):
         shape = list(q.shape) if isinstance(q, torch.Tensor) else type(q).__name__
@@ -138,11 +139,12 @@ def decode_attention(
     check_seq_ids(seq_ids, batch, cache)
     if sm_scale is None:
         sm_scale = 1 / math.sqrt(spec.head_dim)
-    require(math.isfinite(sm_scale), "sm_scale", sm_scale, "must be finite")
-    if softcap is not None:
-        require(0 <= softcap < math.inf, "softcap", softcap, "must be positive and finite, or 0 or None for no cap")
+    elif not isinstance(sm_scale, (int, float)) or not math.isfinite(sm_scale):
+        refuse("sm_scale", sm_scale, "must be a finite float")
+    if softcap is not None and not (isinstance(softcap, (int, float)) and 0 <= softcap < math.inf):
+        refuse("softcap", softcap, "must be a finite float, positive, or 0 or None for no cap")
     if window is not None:
-        require(window >= -1, "window", window, "must be at least 0, or -1 or None for no limit")
+        require_int("window", window, -1)
     if sinks is not None:
         require_tensor("sinks", sinks, shape=(num_q_heads,), dtypes=MODEL_DTYPES, device=cache.device)
     if out is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import foscar.ops  # noqa: F401  (defines torch.ops.foscar)
-from foscar._checks import refuse, require, require_index, require_tensor
+from foscar._checks import refuse, require, require_index, require_int, require_tensor
 from foscar.layout import CacheSpec
 
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -56,8 +56,8 @@ class PagedKVCache:
         max_seqs: int = 64,
     ) -> None:
         require(isinstance(spec, CacheSpec), "spec", spec, "must be a foscar.CacheSpec")
-        require(num_pages >= 1, "num_pages", num_pages, "must be at least 1")
-        require(max_seqs >= 1, "max_seqs", max_seqs, "must be at least 1")
+        require_int("num_pages", num_pages, 1)
+        require_int("max_seqs", max_seqs, 1)
         require(dtype is None or dtype in MODEL_DTYPES, "dtype", dtype, f"must be one of {list(MODEL_DTYPES)}")
         self.spec = spec
         self.recipe = str(spec)
@@ -106,10 +106,12 @@ def append(
     *,
     seq_ids: torch.Tensor | None = None,
 ) -> None:
-    """Append new tokens to the sequences of a batch.
+    """Append new tokens to the sequences of a batch. Nothing is differentiable.
 
     If the spec keeps exact tokens, new ones are kept so, and are quantised into their page when they leave the recent
-    window. A sequence is truncated by appending at a smaller `seq_lens`, and begun anew by appending at 0.
+    window. A sequence is truncated by appending at a smaller `seq_lens`, and begun anew by appending at 0. Where K or V
+    is channel-wise, it cannot be truncated inside a quantised block: `recent_tokens` of at least the number of tokens
+    that speculation may take back avoids that.
 
     Parameters
     ----------
@@ -119,10 +121,11 @@ def append(
         ``[total_tokens, num_kv_heads, head_dim]``, bfloat16, float16 or float32 and finite, any strides: the new
         tokens of all sequences one after another. Keys are stored as given, that is, after rotary embedding.
     block_table : torch.Tensor
-        int32 ``[batch, max_pages]``: token p of sequence b belongs in page ``block_table[b, p // 64]``. Columns that
-        are not needed may hold anything.
+        int32 ``[batch, max_pages]``: token p of sequence b belongs in page ``block_table[b, p // 64]``. Only columns of
+        pages that are written are looked at: none for exact tokens.
     seq_lens : torch.Tensor
-        int32 ``[batch]``: tokens of each sequence before the append.
+        int32 ``[batch]``: tokens of each sequence before the append. The cache does not know them, and cannot notice
+        a gap.
     cu_seqlens : torch.Tensor
         int32 ``[batch + 1]``: sequence b's new tokens are rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``.
     seq_ids : torch.Tensor, optional
@@ -136,6 +139,7 @@ def append(
         If an argument does not fit, or, in the reference backend, a value: lengths, page ids, or a k or v that is not
         finite. The cache is then as it was.
     """
+    require(isinstance(cache, PagedKVCache), "cache", type(cache).__name__, "must be a foscar.PagedKVCache")
     spec = cache.spec
     require_index("block_table", block_table, ("batch", "max_pages"), cache.device)
     batch = block_table.shape[0]
@@ -193,6 +197,7 @@ def dequantize(
     ValueError
         If an argument does not fit.
     """
+    require(isinstance(cache, PagedKVCache), "cache", type(cache).__name__, "must be a foscar.PagedKVCache")
     require_index("block_table", block_table, ("batch", "max_pages"), cache.device)
     require_index("seq_lens", seq_lens, (block_table.shape[0],), cache.device)
     check_seq_ids(seq_ids, block_table.shape[0], cache)

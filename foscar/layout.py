@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from foscar._checks import require
+from foscar._checks import require, require_int
 
 FORMAT_VERSION = 1
 PAGE_SIZE = 64
@@ -39,8 +39,8 @@ class QuantSpec:
         What shares a scale and an offset: ``"token"``, one token's channels (or groups of them); ``"channel"``, one
         channel's 64 tokens of a page.
     group_size : int, optional
-        Token-wise: channels that share a scale and an offset; head_dim (the default), 64 or 32. Channel-wise: tokens
-        that do, always 64.
+        Token-wise: channels that share a scale and an offset; head_dim (the default), 64 or 32, if it divides head_dim.
+        Channel-wise: tokens that do, always 64.
     clip : float
         Fraction, in (0, 1], of a row's magnitudes that is left as it is: before it is quantised, a row of n values (one
         token's channels, or one channel's 64 tokens) is clamped to plus or minus the magnitude that ``int(clip * n)``
@@ -116,9 +116,11 @@ class CacheSpec:
 
     def __post_init__(self) -> None:
         require(self.head_dim in HEAD_DIMS, "head_dim", self.head_dim, f"must be one of {list(HEAD_DIMS)}")
-        require(self.num_kv_heads >= 1, "num_kv_heads", self.num_kv_heads, "must be at least 1")
-        require(self.sink_tokens >= 0, "sink_tokens", self.sink_tokens, "must not be negative")
-        require(self.recent_tokens >= 0, "recent_tokens", self.recent_tokens, "must not be negative")
+        require_int("num_kv_heads", self.num_kv_heads, 1)
+        require_int("sink_tokens", self.sink_tokens, 0)
+        require_int("recent_tokens", self.recent_tokens, 0)
+        for name, quant in (("k", self.k), ("v", self.v)):
+            require(isinstance(quant, QuantSpec), name, quant, "must be a foscar.QuantSpec")
         object.__setattr__(self, "k", self.k._resolve("k", self.head_dim))
         object.__setattr__(self, "v", self.v._resolve("v", self.head_dim))
 
@@ -153,7 +155,8 @@ class CacheSpec:
     ) -> CacheSpec:
         """K channel-wise in 64-token blocks, V token-wise in groups of `group_size` channels.
 
-        The scheme of KIVI (Liu et al., 2024, arXiv:2402.02750), with its block of tokens fixed to a page.
+        The scheme of KIVI (Liu et al., 2024, arXiv:2402.02750), with its block of tokens fixed to a page. KIVI itself
+        keeps 128 recent tokens and has groups of 32; both are for the caller to choose.
         """
         k = QuantSpec(bits, "channel")
         v = QuantSpec(bits if v_bits is None else v_bits, "token", group_size)

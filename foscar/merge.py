@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from foscar._checks import require
+from foscar._checks import refuse
 
 
 def merge_states(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,15 +42,22 @@ def merge_states(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> 
     >>> out[0, 0].item(), round(lse.item(), 4)
     (0.5, 0.6931)
     """
-    require(len(outs) > 0, "outs", list(outs), "must hold at least one tensor")
-    require(len(lses) == len(outs), "lses", f"{len(lses)} tensors", f"must be as many as outs, {len(outs)}")
+    if len(outs) == 0:
+        refuse("len(outs)", 0, "must be at least 1")
+    if len(lses) != len(outs):
+        refuse("len(lses)", len(lses), f"must be that of outs, {len(outs)}")
+    shape, dtype, device = outs[0].shape, outs[0].dtype, outs[0].device
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        require(out.shape == outs[0].shape, f"outs[{i}].shape", list(out.shape), f"must be {list(outs[0].shape)}")
-        require(out.dtype == outs[0].dtype, f"outs[{i}].dtype", out.dtype, f"must be {outs[0].dtype}")
-        require(lse.shape == out.shape[:-1], f"lses[{i}].shape", list(lse.shape), f"must be {list(out.shape[:-1])}")
-        require(lse.dtype == torch.float32, f"lses[{i}].dtype", lse.dtype, "must be torch.float32")
-        for name, tensor in ((f"outs[{i}]", out), (f"lses[{i}]", lse)):
-            require(tensor.device == outs[0].device, f"{name}.device", str(tensor.device), f"must be {outs[0].device}")
+        if out.shape != shape:
+            refuse(f"outs[{i}].shape", list(out.shape), f"must be {list(shape)}")
+        if out.dtype != dtype:
+            refuse(f"outs[{i}].dtype", out.dtype, f"must be {dtype}")
+        if lse.shape != shape[:-1]:
+            refuse(f"lses[{i}].shape", list(lse.shape), f"must be {list(shape[:-1])}")
+        if lse.dtype != torch.float32:
+            refuse(f"lses[{i}].dtype", lse.dtype, "must be torch.float32")
+        if out.device != device or lse.device != device:
+            refuse(f"device of outs[{i}], lses[{i}]", f"{out.device}, {lse.device}", f"must be {device}")
     lse = torch.stack(list(lses))
     top = lse.amax(0)
     top = top.masked_fill(top == -torch.inf, 0)

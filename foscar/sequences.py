@@ -9,7 +9,7 @@ from typing import TypedDict
 
 import torch
 
-from foscar._checks import require
+from foscar._checks import require, require_int
 from foscar.cache import PagedKVCache, append
 from foscar.layout import PAGE_SIZE, pages_of
 
@@ -131,10 +131,11 @@ class BlockManager:
             If length is not one of those.
         """
         entry, spec = self._entry(seq_id), self.cache.spec
-        require(0 <= length <= entry.length, "length", length, f"must be in [0, {entry.length}]")
+        require_int("length", length, 0)
+        require(length <= entry.length, "length", length, f"must be at most the sequence's, {entry.length}")
         if spec.block_wise and length < entry.quantized:
             whole = length % PAGE_SIZE == 0 or length <= spec.sink_tokens
-            rule = f"must be at least {entry.quantized}, at most {spec.sink_tokens}, or a multiple of {PAGE_SIZE}"
+            rule = f"must be at least {entry.quantized}, a multiple of {PAGE_SIZE}, or within the sinks"
             require(whole, "length", length, f"{rule}: blocks of {PAGE_SIZE} tokens are quantised together")
         entry.length = length
         entry.quantized = min(entry.quantized, length)
@@ -173,8 +174,10 @@ class BlockManager:
             rule = f"must be a multiple of the {len(seq_ids)} sequences if num_tokens is not given"
             require(k.shape[0] % len(seq_ids) == 0, "k.shape[0]", k.shape[0], rule)
             num_tokens = [k.shape[0] // len(seq_ids)] * len(seq_ids)
-        require(len(num_tokens) == len(seq_ids), "num_tokens", list(num_tokens), f"must have {len(seq_ids)} entries")
-        require(min(num_tokens) >= 0, "num_tokens", list(num_tokens), "must not be negative")
+        rule = f"must be {len(seq_ids)} numbers that add up to the tokens of k, {k.shape[0]}"
+        require(len(num_tokens) == len(seq_ids) and sum(num_tokens) == k.shape[0], "num_tokens", list(num_tokens), rule)
+        for i, number in enumerate(num_tokens):
+            require_int(f"num_tokens[{i}]", number, 0)
         entries = [self._entry(seq_id) for seq_id in seq_ids]
         lengths = [entry.length + new for entry, new in zip(entries, num_tokens, strict=True)]
         self._reserve(entries, lengths)

@@ -107,7 +107,7 @@ Q = torch.randn(2, 4, DIM)
 BAD_DECODES: list[tuple[str, dict[str, Any]]] = [
     (r"q='list': must be a tensor of 3 or 4 dimensions", {"q": [1.0]}),
     (r"q=\[4, 64\]: must be a tensor of 3 or 4 dimensions", {"q": Q[0]}),
-    (r"q.shape=\[2, 4, 32\]: must be \[2, num_q_heads, 64\]", {"q": Q[..., :32]}),
+    (r"q.shape=\[2, 4, 32\]: must be \[batch, num_q_heads, 64\]", {"q": Q[..., :32]}),
     (r"q.dtype=torch.float64", {"q": Q.double()}),
     (r"q.device='meta'", {"q": Q.to("meta")}),
     (r"num_q_heads=3: must be a positive multiple of num_kv_heads, 2", {"q": Q[:, :3]}),
@@ -119,10 +119,13 @@ BAD_DECODES: list[tuple[str, dict[str, Any]]] = [
     (r"seq_lens.shape=\[3\]: must be \[2\]", {"seq_lens": i32([1, 2, 3])}),
     (r"seq_lens\[0\]=-5: must not be negative", {"seq_lens": i32([-5, 1])}),
     (r"block_table.shape=\[2, 4\]: row 1 needs 5 columns", {"seq_lens": i32([1, 257])}),
-    (r"sm_scale=nan: must be finite", {"sm_scale": float("nan")}),
-    (r"softcap=-1.0: must be positive", {"softcap": -1.0}),
+    (r"sm_scale=nan: must be a finite float", {"sm_scale": float("nan")}),
+    (r"softcap=-1.0: must be a finite float, positive", {"softcap": -1.0}),
     (r"softcap=inf", {"softcap": float("inf")}),
-    (r"window=-2: must be at least 0, or -1", {"window": -2}),
+    (r"window=-2: must be an int of at least -1", {"window": -2}),
+    (r"window=\(128, 0\): must be an int", {"window": (128, 0)}),
+    (r"window=True: must be an int", {"window": True}),
+    (r"sm_scale='x': must be a finite float", {"sm_scale": "x"}),
     (r"sinks.shape=\[2\]: must be \[4\]", {"sinks": torch.zeros(2)}),
     (r"sinks.dtype=torch.int64", {"sinks": torch.zeros(4, dtype=torch.int64)}),
     (r"out.shape=\[2, 4, 32\]: must be \[2, 4, 64\]", {"out": torch.empty(2, 4, 32)}),
@@ -193,6 +196,18 @@ def test_sequences_that_were_named_must_be_named() -> None:
     refused(batch.cache, message, foscar.append, k=kv(), v=kv(), cu_seqlens=i32([0, 3, 5]), **good)
 
 
+def test_what_is_no_cache() -> None:
+    batch = make_batch(PLAIN, [70])
+    tables = {"block_table": batch.block_table, "seq_lens": batch.seq_lens}
+    message = "cache='Tensor': must be a foscar.PagedKVCache"
+    with pytest.raises(ValueError, match=message):
+        foscar.decode_attention(Q[:1], batch.cache.pages, **tables)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=message):
+        foscar.dequantize(batch.cache.pages, **tables)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        foscar.append(batch.cache.pages, kv(), kv(), **tables, cu_seqlens=i32([0, 5]))  # type: ignore[arg-type]
+
+
 def test_more_sequences_than_rows() -> None:
     cache = foscar.PagedKVCache(WINDOWED, 4, max_seqs=2)
     refused(cache, r"batch=3: must not exceed the cache's max_seqs, 2", foscar.dequantize, i32([[0]] * 3), i32([0] * 3))
@@ -202,9 +217,11 @@ def test_more_sequences_than_rows() -> None:
     ("message", "arguments"),
     [
         (r"spec='k2': must be a foscar.CacheSpec", {"spec": "k2", "num_pages": 1}),
-        (r"num_pages=0: must be at least 1", {"spec": PLAIN, "num_pages": 0}),
-        (r"max_seqs=0: must be at least 1", {"spec": WINDOWED, "num_pages": 1, "max_seqs": 0}),
+        (r"num_pages=0: must be an int of at least 1", {"spec": PLAIN, "num_pages": 0}),
+        (r"num_pages=1.5: must be an int", {"spec": PLAIN, "num_pages": 1.5}),
+        (r"max_seqs=0: must be an int of at least 1", {"spec": WINDOWED, "num_pages": 1, "max_seqs": 0}),
         (r"dtype=torch.int8: must be one of", {"spec": WINDOWED, "num_pages": 1, "dtype": torch.int8}),
+        (r"dtype='bfloat16': must be one of", {"spec": WINDOWED, "num_pages": 1, "dtype": "bfloat16"}),
     ],
 )
 def test_cache(message: str, arguments: dict[str, Any]) -> None:
@@ -218,13 +235,13 @@ OUT, LSE = torch.zeros(3, 4, 8), torch.zeros(3, 4)
 @pytest.mark.parametrize(
     ("message", "outs", "lses"),
     [
-        (r"outs=[]: must hold at least one tensor", [], []),
-        (r"lses='1 tensors': must be as many as outs, 2", [OUT, OUT], [LSE]),
+        (r"len(outs)=0: must be at least 1", [], []),
+        (r"len(lses)=1: must be that of outs, 2", [OUT, OUT], [LSE]),
         (r"outs[1].shape=[3, 4, 9]: must be [3, 4, 8]", [OUT, torch.zeros(3, 4, 9)], [LSE, LSE]),
         (r"outs[1].dtype=torch.float16: must be torch.float32", [OUT, OUT.half()], [LSE, LSE]),
         (r"lses[0].shape=[3]: must be [3, 4]", [OUT], [LSE[:, 0]]),
         (r"lses[0].dtype=torch.float64: must be torch.float32", [OUT], [LSE.double()]),
-        (r"lses[0].device='meta': must be cpu", [OUT], [LSE.to("meta")]),
+        (r"device of outs[0], lses[0]='cpu, meta': must be cpu", [OUT], [LSE.to("meta")]),
     ],
 )
 def test_merge_states(message: str, outs: list[torch.Tensor], lses: list[torch.Tensor]) -> None:

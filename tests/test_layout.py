@@ -134,6 +134,8 @@ def test_presets_and_defaults() -> None:
         (lambda: foscar.QuantSpec(2, clip=float("nan")), r"clip=nan"),
         (lambda: foscar.CacheSpec.token_wise(2, 8, 80), r"head_dim=80: must be one of \[64, 96, 128, 256\]"),
         (lambda: foscar.CacheSpec.token_wise(2, 0, 64), r"num_kv_heads=0"),
+        (lambda: foscar.CacheSpec.token_wise(2, 2.0, 64), r"num_kv_heads=2.0: must be an int"),
+        (lambda: foscar.CacheSpec(4, foscar.QuantSpec(2), 1, 64), r"k=4: must be a foscar.QuantSpec"),
         (lambda: foscar.CacheSpec.token_wise(2, 1, 96, group_size=64), r"k.group_size=64: must be one of \[96, 32\]"),
         (lambda: foscar.CacheSpec.kivi(2, 1, 128, group_size=48), r"v.group_size=48: must be one of \[128, 64, 32\]"),
         (

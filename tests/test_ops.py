@@ -18,6 +18,11 @@ BACKENDS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def no_earlier_compilations() -> None:
+    torch._dynamo.reset()
+
+
 def cache_tensors(batch: Batch) -> tuple[torch.Tensor, ...]:
     cache = batch.cache
     return cache.pages, cache.exact, cache.quantized_len
@@ -46,6 +51,37 @@ def test_compile_of_decode_attention(spec: foscar.CacheSpec, backend: str, devic
         compiled(q, batch.seq_lens - 151, out)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_compiled_shapes_may_change(spec: foscar.CacheSpec, dynamic: bool | None) -> None:
+    batch = make_batch(spec, [150, 5, 33, 70])
+
+    def step(k: torch.Tensor, q: torch.Tensor, tables: dict[str, torch.Tensor]) -> torch.Tensor:
+        lens = tables["seq_lens"]
+        ends = torch.arange(len(lens) + 1, dtype=torch.int32) * (k.shape[0] // len(lens))
+        before = {**tables, "seq_lens": lens - ends.diff()}
+        foscar.append(batch.cache, k, k, cu_seqlens=ends, **before)
+        state = foscar.decode_attention(q, batch.cache, **tables, return_lse=True)
+        return foscar.merge_states([state[0]] * 2, [state[1]] * 2)[0]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for size, q_len in ((4, 1), (3, 1), (2, 3), (1, 2)):
+        rows = {name: tensor[:size] for name, tensor in batch.tables.items()}
+        k, q = torch.randn(size * q_len, 2, 64), torch.randn(size, q_len, 6, 64)
+        got = compiled(k, q, rows)
+        want = foscar.decode_attention(q, batch.cache, **rows)
+        assert torch.allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_nothing_is_differentiable(spec: foscar.CacheSpec) -> None:
+    batch = make_batch(spec, [100])
+    k, q = torch.randn(1, 2, 64, requires_grad=True), torch.randn(1, 4, 64, requires_grad=True)
+    foscar.append(batch.cache, k, k, batch.block_table, batch.seq_lens, i32([0, 1]), seq_ids=batch.seq_ids)
+    assert not batch.cache.exact.requires_grad and not batch.cache.pages.requires_grad
+    assert not foscar.decode_attention(q, batch.cache, **batch.tables).requires_grad
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_compile_of_a_whole_step(spec: foscar.CacheSpec, device: torch.device) -> None:
     batches = [make_batch(spec, [100], device) for _ in range(2)]
@@ -64,7 +100,8 @@ def test_compile_of_a_whole_step(spec: foscar.CacheSpec, device: torch.device) -
     k, v = torch.randn(2, 1, 2, 64, device=device)
     q = torch.randn(1, 4, 64, device=device)
     want = step(batches[0].cache, k, v, q)
-    got = torch.compile(step, fullgraph=True, backend="aot_eager")(batches[1].cache, k, v, q)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):  # PyTorch 2.8 wants it said
+        got = torch.compile(step, fullgraph=True, backend="aot_eager")(batches[1].cache, k, v, q)
     assert torch.allclose(got, want, rtol=1e-5)
     for a, b in zip(cache_tensors(batches[0]), cache_tensors(batches[1]), strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
