@@ -12,9 +12,9 @@ from rich.progress import Progress
 
 from foscar import demo as demo_module
 from foscar import info as info_module
+from foscar._version import __version__
 
 app = typer.Typer(
-    help="A 2-bit and 4-bit key-value cache, and decode attention over it.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -24,16 +24,35 @@ console = Console()
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file, for machines.")]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"foscar {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True)] = False,
+) -> None:
+    """Keep a key-value cache in 2 or 4 bits, and decode attention over it."""
+
+
 @app.command()
 def demo(
     activations: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="A safetensors file of layer<i>.k, .v and .q.")
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="A safetensors file of layer<i>.k, .v and .q, [tokens, heads, head_dim] after RoPE.",
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Tokens to decode, at most as many as there are queries.")] = 32,
     plot: Annotated[Path, typer.Option(help="Where to write the figure.")] = Path("foscar-demo.png"),
     json_file: Json = None,
 ) -> None:
     """Decode a real model's attention from BF16, 4-bit and 2-bit caches, and compare error and memory."""
+    _check_writable(plot, json_file)
     try:
         layers = demo_module.load_activations(activations, steps)
         total = len(layers) * (1 + len(demo_module.specs(1, 64)))
@@ -41,8 +60,7 @@ def demo(
             task = progress.add_task("exact", total=total)
             recipes = demo_module.run(layers, lambda name: progress.update(task, advance=1, description=name))
     except ValueError as error:
-        console.print(f"error: {error}", style="red", markup=False)
-        raise typer.Exit(1) from error
+        raise _failure(str(error)) from error
     console.print(demo_module.table(recipes, layers))
     console.print(demo_module.LEGEND, markup=False, highlight=False)
     demo_module.plot(recipes, plot)
@@ -53,9 +71,22 @@ def demo(
 @app.command()
 def info(json_file: Json = None) -> None:
     """Show versions, devices, and which backend serves which spec."""
+    _check_writable(json_file)
     found = info_module.collect()
     console.print(info_module.render(found))
     _write(json_file, found)
+
+
+def _failure(message: str) -> typer.Exit:
+    console.print(f"error: {message}", style="red", markup=False)
+    return typer.Exit(1)
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Fail before the work that a file would be missing for."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise _failure(f"{path}: there is no such folder")
 
 
 def _write(path: Path | None, data: dict[str, Any]) -> None:
