@@ -48,7 +48,7 @@ def _served(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for head_dim in HEAD_DIMS:
                 spec = make(bits, 1, head_dim)
                 for device in devices:
-                    name, reason = backend(torch.device(device["device"]))
+                    name, reason = backend(spec, torch.bfloat16, torch.device(device["device"]))
                     rows.append(
                         {
                             "spec": f"INT{bits} {scheme}",

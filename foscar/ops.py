@@ -6,6 +6,8 @@ A cache's spec travels as ``str(spec)``.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 
 from foscar.layout import CacheSpec
 from foscar.reference import attention, cache
+
+logger = logging.getLogger("foscar")
 
 _SCHEMAS = {
     "foscar::append": """(
@@ -41,15 +45,51 @@ def _with_spec(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def backend(device: torch.device) -> tuple[str, str]:
-    """Return which backend serves tensors on a device, and why."""
-    if device.type == "cuda":
-        return "reference", "this version has no CUDA kernels yet; PyTorch's run"
-    return "reference", "PyTorch, on any device"
+def backend(spec: CacheSpec, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
+    """Return which backend attends to a cache of `spec` for a query of `dtype`, and why."""
+    if device.type != "cuda":
+        return "reference", "PyTorch, on any device"
+    reason = _why_no_kernel(spec, dtype, device)
+    return ("cuda", "decode kernel") if reason is None else ("reference", reason)
+
+
+@functools.cache
+def _why_no_kernel(spec: CacheSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    from foscar.cuda.config import unsupported
+
+    reason = unsupported(spec, dtype, torch.cuda.get_device_capability(device))
+    if reason is not None:
+        logger.debug("%s on %s: PyTorch, because %s", spec, device, reason)
+    return reason
+
+
+def _decode_attention_cuda(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    exact: torch.Tensor,
+    quantized_len: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_ids: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: CacheSpec,
+    *options: Any,
+) -> None:
+    if _why_no_kernel(spec, q.dtype, q.device) is None:
+        from foscar.cuda import decode
+
+        decode.decode_attention(q, pages, block_table, seq_lens, sinks, out, lse, spec, *options)
+    else:
+        attention.decode_attention(
+            q, pages, exact, quantized_len, block_table, seq_lens, seq_ids, sinks, out, lse, spec, *options
+        )
 
 
 torch.library.impl("foscar::append", ("cpu", "cuda"), _with_spec(cache.append))
-torch.library.impl("foscar::decode_attention", ("cpu", "cuda"), _with_spec(attention.decode_attention))
+torch.library.impl("foscar::decode_attention", "cpu", _with_spec(attention.decode_attention))
+torch.library.impl("foscar::decode_attention", "cuda", _with_spec(_decode_attention_cuda))
 torch.library.impl("foscar::dequantize", ("cpu", "cuda"), _with_spec(cache.dequantize))
 
 

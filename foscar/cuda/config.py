@@ -1,0 +1,104 @@
+"""Which kernel serves which spec, and the few lines of source that name its constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from foscar.layout import CacheSpec, record_layout
+
+MAX_ROWS = 8
+ARCHITECTURES = ("sm_90a",)
+_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+# Shared memory of an SM that CTAs can have on Hopper, and what a CTA needs beside its stages.
+_SM_SHARED_BYTES = 227 * 1024
+_EXTRA_BYTES = 1024 + 2048
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """A variant of the decode kernel.
+
+    Attributes
+    ----------
+    spec : CacheSpec
+        What it reads.
+    dtype : torch.dtype
+        dtype of the query and the output: bfloat16 or float16.
+    warps, stages : int
+        Warps of a CTA, and records in flight for each.
+    ctas : int
+        CTAs of an SM.
+    """
+
+    spec: CacheSpec
+    dtype: torch.dtype
+    warps: int
+    stages: int
+    ctas: int
+
+    @staticmethod
+    def choose(spec: CacheSpec, dtype: torch.dtype) -> DecodeConfig:
+        """Pick the shape for a spec: as many warps as registers allow, then as many stages as fit, up to 4."""
+        ctas, warps = (1, 8) if spec.head_dim == 256 else (2, 8)
+        budget = _SM_SHARED_BYTES // ctas - _EXTRA_BYTES
+        while warps > 4 and budget // (warps * spec.record_bytes) < 2:
+            warps -= 1
+        return DecodeConfig(spec, dtype, warps, min(budget // (warps * spec.record_bytes), 4), ctas)
+
+    @property
+    def partial_floats(self) -> int:
+        """float32 numbers of a partial result."""
+        return MAX_ROWS * (self.spec.head_dim + 2)
+
+    @property
+    def name(self) -> str:
+        """What the variant is called in tables and logs."""
+        kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+        return f"decode_k{self.spec.k.bits}v{self.spec.v.bits}_d{self.spec.head_dim}_{kind}"
+
+    def shared_bytes(self, batch: int) -> int:
+        """Dynamic shared memory of a CTA for a batch: `SharedMemory` in decode.cuh."""
+        stages = self.warps * self.stages * (self.spec.record_bytes + 8 + 8)
+        tail = stages + 2 * self.warps * 4 + self.warps * 4 + 4 + 4 * (batch + 1)
+        return -(-tail // 128) * 128
+
+    def source(self) -> str:
+        """Return the translation unit: constants, and an entry without a mangled name."""
+        layout = record_layout(self.spec)
+        constants = {
+            "kHeadDim": self.spec.head_dim,
+            "kKBits": self.spec.k.bits,
+            "kVBits": self.spec.v.bits,
+            "kKCodes": layout.k.code_offset,
+            "kKParams": layout.k.param_offset,
+            "kVCodes": layout.v.code_offset,
+            "kVParams": layout.v.param_offset,
+            "kRecordBytes": layout.nbytes,
+            "kWarps": self.warps,
+            "kStages": self.stages,
+            "kMinUnits": 1,
+        }
+        lines = "\n".join(f"  static constexpr int {name} = {value};" for name, value in constants.items())
+        return (
+            '#include "foscar/decode.cuh"\n'
+            f"struct Config {{\n  using T = {_TYPES[self.dtype]};\n{lines}\n}};\n"
+            f'extern "C" __global__ __launch_bounds__({self.warps * 32}, {self.ctas})\n'
+            "void decode(const __grid_constant__ foscar::DecodeArguments args) { foscar::decode<Config>(args); }\n"
+        )
+
+
+def unsupported(spec: CacheSpec, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
+    """Return why no kernel serves this, or None."""
+    if capability != (9, 0):
+        return f"kernels are for compute capability 9.0, this is {capability[0]}.{capability[1]}"
+    if dtype not in _TYPES:
+        return f"kernels take bfloat16 and float16 queries, not {str(dtype)[6:]}"
+    if spec.exact_tokens:
+        return "kernels do not read exact tokens yet"
+    if spec.block_wise:
+        return "kernels do not read channel-wise operands yet"
+    if spec.head_dim not in (spec.k.group_size, spec.v.group_size) or spec.k.group_size != spec.v.group_size:
+        return "kernels do not read groups smaller than head_dim yet"
+    return None

@@ -1,0 +1,165 @@
+"""Launching the decode kernel on torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from foscar.cuda.compiler import compile_cubin
+from foscar.cuda.config import MAX_ROWS, DecodeConfig
+from foscar.layout import CacheSpec
+
+logger = logging.getLogger("foscar")
+
+
+class _Arguments(ctypes.Structure):
+    """`DecodeArguments` in decode.cuh."""
+
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("warp_partials", ctypes.c_void_p),
+        ("cta_partials", ctypes.c_void_p),
+        ("arrivals", ctypes.c_void_p),
+        ("q_strides", ctypes.c_int64 * 3),
+        ("out_strides", ctypes.c_int64 * 3),
+        ("lse_strides", ctypes.c_int64 * 2),
+        ("batch", ctypes.c_int),
+        ("num_kv_heads", ctypes.c_int),
+        ("q_len", ctypes.c_int),
+        ("tail", ctypes.c_int),
+        ("group", ctypes.c_int),
+        ("heads_per_kv", ctypes.c_int),
+        ("block_table_stride", ctypes.c_int),
+        ("window_left", ctypes.c_int),
+        ("sm_scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    ]
+
+
+@dataclass
+class _Kernel:
+    function: Any
+    config: DecodeConfig
+    grid: int
+    shared_limit: int
+
+
+@functools.cache
+def _kernel(spec: CacheSpec, dtype: torch.dtype, device: int) -> _Kernel:
+    """Compile and load the variant for a spec, and allow it all the shared memory there is."""
+    from cuda.bindings import driver
+    from cuda.core import ObjectCode
+
+    config = DecodeConfig.choose(spec, dtype)
+    properties = torch.cuda.get_device_properties(device)
+    arch = f"sm_{properties.major}{properties.minor}a"
+    kernel = ObjectCode.from_cubin(compile_cubin(config.source(), arch, config.name)).get_kernel("decode")
+    optin = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    result, limit = driver.cuDeviceGetAttribute(optin, device)
+    _check(result)
+    dynamic = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _check(driver.cuKernelSetAttribute(dynamic, limit, kernel.handle, device)[0])
+    logger.debug("%s for %s: %s, %d CTAs of %d warps", config.name, spec, arch, config.ctas, config.warps)
+    function = driver.CUfunction(int(kernel.handle))
+    return _Kernel(function, config, config.ctas * properties.multi_processor_count, limit)
+
+
+@functools.cache
+def _workspace(device: int, stream: int, floats: int, segments: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for partial results, and arrival counters, which every launch leaves at zero."""
+    return (
+        torch.empty(floats, dtype=torch.float32, device=device),
+        torch.zeros(segments, dtype=torch.int32, device=device),
+    )
+
+
+def _check(result: Any) -> None:
+    if int(result) != 0:
+        raise RuntimeError(f"CUDA driver: {result.name}")
+
+
+def decode_attention(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: CacheSpec,
+    sm_scale: float,
+    softcap: float | None,
+    window_left: int | None,
+) -> None:
+    """Launch the kernel; arguments are those of the reference. More than 8 rows of a KV head take several launches."""
+    from cuda.bindings import driver
+
+    device = q.device.index
+    kernel = _kernel(spec, q.dtype, device)
+    config = kernel.config
+    batch, q_len, num_q_heads, _ = q.shape
+    if batch == 0:
+        return
+    stream = torch.cuda.current_stream(device).cuda_stream
+    shared = config.shared_bytes(batch)
+    if shared > kernel.shared_limit:
+        raise ValueError(f"batch={batch}: is more than this kernel's shared memory has room for")
+    q = q if q.stride(3) == 1 else q.contiguous()
+    target = out if out.stride(3) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+    seq_lens = seq_lens.contiguous()
+    sinks = None if sinks is None else sinks.float().contiguous()
+    warp_floats = kernel.grid * config.warps * config.partial_floats
+    floats = warp_floats + 2 * kernel.grid * config.partial_floats
+    segments = 1 << max(batch * spec.num_kv_heads - 1, 1 << 14).bit_length()
+    partials, arrivals = _workspace(device, stream, floats, segments)
+
+    heads_per_kv = num_q_heads // spec.num_kv_heads
+    heads_at_once = min(heads_per_kv, MAX_ROWS)
+    tokens_at_once = max(MAX_ROWS // heads_per_kv, 1)
+    for token in range(0, q_len, tokens_at_once):
+        for head in range(0, heads_per_kv, heads_at_once):
+            arguments = _Arguments(
+                q.data_ptr() + (token * q.stride(1) + head * q.stride(2)) * q.itemsize,
+                pages.data_ptr(),
+                block_table.data_ptr(),
+                seq_lens.data_ptr(),
+                None if sinks is None else sinks.data_ptr() + 4 * head,
+                target.data_ptr() + (token * target.stride(1) + head * target.stride(2)) * target.itemsize,
+                lse.data_ptr() + 4 * (token * lse.stride(1) + head),
+                partials.data_ptr(),
+                partials.data_ptr() + 4 * warp_floats,
+                arrivals.data_ptr(),
+                (ctypes.c_int64 * 3)(*q.stride()[:3]),
+                (ctypes.c_int64 * 3)(*target.stride()[:3]),
+                (ctypes.c_int64 * 2)(*lse.stride()[:2]),
+                batch,
+                spec.num_kv_heads,
+                min(tokens_at_once, q_len - token),
+                q_len - token,
+                min(heads_at_once, heads_per_kv - head),
+                heads_per_kv,
+                block_table.stride(0),
+                -1 if window_left is None else window_left,
+                sm_scale,
+                softcap or 0.0,
+            )
+            parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+            threads = config.warps * 32
+            (result,) = driver.cuLaunchKernel(
+                kernel.function, kernel.grid, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(parameters), 0
+            )
+            _check(result)
+    if target is not out:
+        out.copy_(target)
