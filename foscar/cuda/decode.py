@@ -115,7 +115,8 @@ def decode_attention(
     shared = config.shared_bytes(batch)
     if shared > kernel.shared_limit:
         raise ValueError(f"batch={batch}: is more than this kernel's shared memory has room for")
-    q = q if q.stride(3) == 1 else q.contiguous()
+    aligned = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3]) and q.data_ptr() % 16 == 0
+    q = q if aligned else q.clone(memory_format=torch.contiguous_format)
     target = out if out.stride(3) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     seq_lens = seq_lens.contiguous()

@@ -26,7 +26,7 @@ constexpr float kCodeUnit = 16777216.f;  // 2^24, the inverse of the smallest fp
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct DecodeArguments {
-  const void* q;                // [batch, q_len, num_q_heads, head_dim], last dimension contiguous
+  const void* q;                // [batch, q_len, num_q_heads, head_dim], rows contiguous and 16-byte aligned
   const uint8_t* pages;         // [num_pages, num_kv_heads, record_bytes]
   const int* block_table;       // [batch, block_table_stride]
   const int* seq_lens;          // [batch]
@@ -83,6 +83,7 @@ struct alignas(128) SharedMemory {
   Unit units[Config::kWarps][Config::kStages];
   int partial_segments[2 * Config::kWarps];  // -1: none
   int scan[Config::kWarps];
+  float merged_max[kRows], merged_sum[kRows];
   int is_last;
   int cumulative[1];  // [batch + 1] units of one head, by sequence
   static_assert(sizeof(records[0]) >= Shape<Config>::kPartialFloats * sizeof(float), "a partial fits a warp's stages");
@@ -124,11 +125,6 @@ struct Query {
 };
 
 template <typename Config>
-__device__ __forceinline__ float q_value(const DecodeArguments& args, int64_t base, int channel) {
-  return static_cast<float>(static_cast<const typename Config::T*>(args.q)[base + channel]);
-}
-
-template <typename Config>
 __device__ __forceinline__ Query<Config> load_query(const DecodeArguments& args, int b, int h) {
   using S = Shape<Config>;
   using K = Codes<Config::kKBits>;
@@ -136,13 +132,20 @@ __device__ __forceinline__ Query<Config> load_query(const DecodeArguments& args,
   const bool valid = g < args.q_len * args.group && c * S::kRun < S::kHeadDim;
   const int64_t base = b * args.q_strides[0] + (g / args.group) * args.q_strides[1] +
                        (h * args.heads_per_kv + g % args.group) * args.q_strides[2] + c * S::kRun;
+  using T = typename Config::T;
   float x[S::kRun];
   float sum = 0.f, top = 0.f;
 #pragma unroll
-  for (int i = 0; i < S::kRun; ++i) {
-    x[i] = valid ? q_value<Config>(args, base, i) : 0.f;
-    sum += x[i];
-    top = fmaxf(top, fabsf(x[i]));
+  for (int i = 0; i < S::kRun; i += 8) {
+    uint4 loaded = {0, 0, 0, 0};
+    if (valid) loaded = *reinterpret_cast<const uint4*>(static_cast<const T*>(args.q) + base + i);
+    const T* values = reinterpret_cast<const T*>(&loaded);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      x[i + j] = static_cast<float>(values[j]);
+      sum += x[i + j];
+      top = fmaxf(top, fabsf(x[i + j]));
+    }
   }
 #pragma unroll
   for (int d = 1; d < 4; d *= 2) {
@@ -353,26 +356,49 @@ __device__ __forceinline__ void store_partial(float* partial, int row, int chann
 }
 
 // Merges those of `count` partials that are not null, and hands each element of the result to
-// `finish(row, channel, output, max, sum)`. Those of other CTAs are read past the first-level cache.
+// `finish(row, channel, output, max, sum)`. All threads of the CTA take part. Partials of other CTAs are read past the
+// first-level cache. Loads do not wait for each other: first every row's maximum is found, then the sums are formed.
 template <typename Config, bool kOtherCtas, typename Partial, typename Finish>
-__device__ __forceinline__ void merge_partials(int count, Partial partial, Finish finish) {
+__device__ __forceinline__ void merge_partials(SharedMemory<Config>& smem, int rows, int count, Partial partial,
+                                               Finish finish) {
   using S = Shape<Config>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   auto load = [](const float* source) { return kOtherCtas ? __ldcg(source) : *source; };
-  for (int e = threadIdx.x; e < kRows * S::kHeadDim; e += Config::kWarps * 32) {
+  for (int row = warp; row < rows; row += Config::kWarps) {
+    float top = kNoMax;
+    for (int i = lane; i < count; i += 32)
+      if (const float* source = partial(i)) top = fmaxf(top, load(source + kRows * S::kHeadDim + row));
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
+    float sum = 0.f;
+    for (int i = lane; i < count; i += 32)
+      if (const float* source = partial(i)) {
+        const float* max_and_sum = source + kRows * S::kHeadDim + row;
+        sum = fmaf(ex2(load(max_and_sum) - top), load(max_and_sum + kRows), sum);
+      }
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(kAllLanes, sum, d);
+    if (lane == 0) smem.merged_max[row] = top, smem.merged_sum[row] = sum;
+  }
+  __syncthreads();
+  for (int e = threadIdx.x * 4; e < rows * S::kHeadDim; e += Config::kWarps * 32 * 4) {
     const int row = e / S::kHeadDim;
-    float top = kNoMax, sum = 0.f, out = 0.f;
-#pragma unroll 4
+    const float top = smem.merged_max[row];
+    float out[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 8
     for (int i = 0; i < count; ++i) {
       const float* source = partial(i);
       if (source == nullptr) continue;
-      const float max = load(source + kRows * S::kHeadDim + row);
-      const float raised = fmaxf(top, max);
-      const float keep = ex2(top - raised), add = ex2(max - raised);
-      sum = fmaf(sum, keep, add * load(source + kRows * S::kHeadDim + kRows + row));
-      out = fmaf(out, keep, add * load(source + e));
-      top = raised;
+      const float weight = ex2(load(source + kRows * S::kHeadDim + row) - top);
+      const float4* values = reinterpret_cast<const float4*>(source + e);
+      const float4 v = kOtherCtas ? __ldcg(values) : *values;
+      out[0] = fmaf(weight, v.x, out[0]);
+      out[1] = fmaf(weight, v.y, out[1]);
+      out[2] = fmaf(weight, v.z, out[2]);
+      out[3] = fmaf(weight, v.w, out[3]);
     }
-    finish(row, e % S::kHeadDim, out, top, sum);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) finish(row, e % S::kHeadDim + i, out[i], top, smem.merged_sum[row]);
   }
 }
 
@@ -560,6 +586,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     return slot % 2 ? reinterpret_cast<const float*>(smem.records[owner])
                     : args.warp_partials + (static_cast<int64_t>(cta) * Config::kWarps + owner) * S::kPartialFloats;
   };
+  const int rows = args.q_len * args.group;
   int slot = 0;
   while (slot < 2 * Config::kWarps) {
     const int shared_segment = smem.partial_segments[slot];
@@ -575,7 +602,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     // Of a segment's CTAs, the first leaves its part in its second slot, the others in their first.
     float* const part = args.cta_partials + (2 * static_cast<int64_t>(cta) + (span.first >= cta_first)) * S::kPartialFloats;
     merge_partials<Config, false>(
-        slot - first_slot,
+        smem, rows, slot - first_slot,
         [&](int i) { return smem.partial_segments[first_slot + i] < 0 ? nullptr : warp_partial(first_slot + i); },
         [&](int row, int channel, float out, float max, float sum) {
           if (alone)
@@ -583,6 +610,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
           else
             store_partial<Config>(part, row, channel, out, max, sum);
         });
+    __syncthreads();
     if (alone) continue;
     __threadfence();
     __syncthreads();
@@ -597,13 +625,14 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     if (!smem.is_last) continue;
     __threadfence();
     merge_partials<Config, true>(
-        last_cta - first_cta + 1,
+        smem, rows, last_cta - first_cta + 1,
         [&](int i) -> const float* {
           return args.cta_partials + (2 * static_cast<int64_t>(first_cta + i) + (i == 0)) * S::kPartialFloats;
         },
         [&](int row, int channel, float out, float max, float sum) {
           write_output<Config>(args, shared_segment, row, channel, out, max, sum);
         });
+    __syncthreads();
   }
 }
 
