@@ -61,7 +61,8 @@ class DecodeConfig:
     def shared_bytes(self, batch: int) -> int:
         """Dynamic shared memory of a CTA for a batch: `SharedMemory` in decode.cuh."""
         stages = self.warps * self.stages * (self.spec.record_bytes + 8 + 8)
-        tail = stages + 2 * self.warps * 4 + self.warps * 4 + 2 * MAX_ROWS * 4 + 4 + 4 * (batch + 1)
+        partials = 2 * self.warps * (4 + 3 * MAX_ROWS * 4) + 2 * MAX_ROWS * 4
+        tail = stages + partials + self.warps * 4 + 4 + 4 * (batch + 1)
         return -(-tail // 128) * 128
 
     def source(self) -> str:

@@ -81,9 +81,11 @@ struct alignas(128) SharedMemory {
   uint8_t records[Config::kWarps][Config::kStages][Config::kRecordBytes];  // a warp's last partial result in the end
   uint64_t full[Config::kWarps][Config::kStages];
   Unit units[Config::kWarps][Config::kStages];
-  int partial_segments[2 * Config::kWarps];  // -1: none
-  int scan[Config::kWarps];
+  int partial_segments[2 * Config::kWarps];  // of each warp's first and last partial result; -1: none
+  float partial_max[2 * Config::kWarps][kRows], partial_sum[2 * Config::kWarps][kRows];
+  float weights[2 * Config::kWarps][kRows];
   float merged_max[kRows], merged_sum[kRows];
+  int scan[Config::kWarps];
   int is_last;
   int cumulative[1];  // [batch + 1] units of one head, by sequence
   static_assert(sizeof(records[0]) >= Shape<Config>::kPartialFloats * sizeof(float), "a partial fits a warp's stages");
@@ -344,88 +346,118 @@ __device__ __forceinline__ void finish_state(State<Config>& state, Finish finish
   }
 }
 
-// A partial result: [kRows][head_dim] outputs, then kRows maxima, then kRows sums.
+// A warp's partial result keeps its maxima and sums in shared memory; that of a CTA follows [kRows][head_dim] outputs by
+// kRows maxima and kRows sums.
 template <typename Config>
-__device__ __forceinline__ void store_partial(float* partial, int row, int channel, float out, float max, float sum) {
+__device__ __forceinline__ float* row_max(float* partial, int row) {
+  return partial + kRows * Shape<Config>::kHeadDim + row;
+}
+
+// Merges the partials of warps in slots [first_slot, stop_slot), those that there are, and hands each element of the
+// result to `finish(row, channel, output, max, sum)`. All threads of the CTA take part.
+template <typename Config, typename Finish>
+__device__ __forceinline__ void merge_warps(SharedMemory<Config>& smem, const float* spilled, int rows, int first_slot,
+                                            int stop_slot, Finish finish) {
   using S = Shape<Config>;
-  partial[row * S::kHeadDim + channel] = out;
-  if (channel == 0) {
-    partial[kRows * S::kHeadDim + row] = max;
-    partial[kRows * S::kHeadDim + kRows + row] = sum;
+  constexpr int kSlots = 2 * Config::kWarps;
+  static_assert(kSlots <= 32, "a lane for each slot");
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool taken = lane >= first_slot && lane < stop_slot && smem.partial_segments[lane] >= 0;
+  for (int row = warp; row < rows; row += Config::kWarps) {
+    const float max = taken ? smem.partial_max[lane][row] : kNoMax;
+    float top = max;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
+    const float weight = taken ? ex2(max - top) : 0.f;
+    float sum = taken ? weight * smem.partial_sum[lane][row] : 0.f;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(kAllLanes, sum, d);
+    if (lane < kSlots) smem.weights[lane][row] = weight;
+    if (lane == 0) smem.merged_max[row] = top, smem.merged_sum[row] = sum;
+  }
+  __syncthreads();
+  for (int e = threadIdx.x * 4; e < rows * S::kHeadDim; e += Config::kWarps * 32 * 4) {
+    const int row = e / S::kHeadDim;
+    float4 out = {0.f, 0.f, 0.f, 0.f};
+    auto add = [&](float weight, const float* source) {
+      const float4 v = *reinterpret_cast<const float4*>(source + e);
+      out.x = fmaf(weight, v.x, out.x), out.y = fmaf(weight, v.y, out.y);
+      out.z = fmaf(weight, v.z, out.z), out.w = fmaf(weight, v.w, out.w);
+    };
+#pragma unroll
+    for (int w = 0; w < Config::kWarps; ++w) {
+      const float first = smem.weights[2 * w][row], last = smem.weights[2 * w + 1][row];
+      if (first != 0.f) add(first, spilled + w * S::kPartialFloats);
+      if (last != 0.f) add(last, reinterpret_cast<const float*>(smem.records[w]));
+    }
+    finish(row, e % S::kHeadDim, out, smem.merged_max[row], smem.merged_sum[row]);
   }
 }
 
-// Merges those of `count` partials that are not null, and hands each element of the result to
-// `finish(row, channel, output, max, sum)`. All threads of the CTA take part. Partials of other CTAs are read past the
-// first-level cache. Loads do not wait for each other: first every row's maximum is found, then the sums are formed.
-template <typename Config, bool kOtherCtas, typename Partial, typename Finish>
-__device__ __forceinline__ void merge_partials(SharedMemory<Config>& smem, int rows, int count, Partial partial,
-                                               Finish finish) {
+// The same for the partials of CTAs, `partial(0)` to `partial(count - 1)`, read past the first-level cache.
+template <typename Config, typename Partial, typename Finish>
+__device__ __forceinline__ void merge_ctas(SharedMemory<Config>& smem, int rows, int count, Partial partial,
+                                           Finish finish) {
   using S = Shape<Config>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  auto load = [](const float* source) { return kOtherCtas ? __ldcg(source) : *source; };
   for (int row = warp; row < rows; row += Config::kWarps) {
-    float top = kNoMax;
-    for (int i = lane; i < count; i += 32)
-      if (const float* source = partial(i)) top = fmaxf(top, load(source + kRows * S::kHeadDim + row));
+    float top = kNoMax, sum = 0.f;
+    for (int i = lane; i < count; i += 32) {
+      const float* source = row_max<Config>(partial(i), row);
+      const float max = __ldcg(source), more = __ldcg(source + kRows);
+      const float raised = fmaxf(top, max);
+      sum = fmaf(sum, ex2(top - raised), more * ex2(max - raised));
+      top = raised;
+    }
 #pragma unroll
-    for (int d = 1; d < 32; d *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
-    float sum = 0.f;
-    for (int i = lane; i < count; i += 32)
-      if (const float* source = partial(i)) {
-        const float* max_and_sum = source + kRows * S::kHeadDim + row;
-        sum = fmaf(ex2(load(max_and_sum) - top), load(max_and_sum + kRows), sum);
-      }
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(kAllLanes, sum, d);
+    for (int d = 1; d < 32; d *= 2) {
+      const float other_top = __shfl_xor_sync(kAllLanes, top, d), more = __shfl_xor_sync(kAllLanes, sum, d);
+      const float raised = fmaxf(top, other_top);
+      sum = fmaf(sum, ex2(top - raised), more * ex2(other_top - raised));
+      top = raised;
+    }
     if (lane == 0) smem.merged_max[row] = top, smem.merged_sum[row] = sum;
   }
   __syncthreads();
   for (int e = threadIdx.x * 4; e < rows * S::kHeadDim; e += Config::kWarps * 32 * 4) {
     const int row = e / S::kHeadDim;
     const float top = smem.merged_max[row];
-    float out[4] = {0.f, 0.f, 0.f, 0.f};
+    float4 out = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 8
     for (int i = 0; i < count; ++i) {
-      const float* source = partial(i);
-      if (source == nullptr) continue;
-      const float weight = ex2(load(source + kRows * S::kHeadDim + row) - top);
-      const float4* values = reinterpret_cast<const float4*>(source + e);
-      const float4 v = kOtherCtas ? __ldcg(values) : *values;
-      out[0] = fmaf(weight, v.x, out[0]);
-      out[1] = fmaf(weight, v.y, out[1]);
-      out[2] = fmaf(weight, v.z, out[2]);
-      out[3] = fmaf(weight, v.w, out[3]);
+      float* const source = partial(i);
+      const float weight = ex2(__ldcg(row_max<Config>(source, row)) - top);
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(source + e));
+      out.x = fmaf(weight, v.x, out.x), out.y = fmaf(weight, v.y, out.y);
+      out.z = fmaf(weight, v.z, out.z), out.w = fmaf(weight, v.w, out.w);
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) finish(row, e % S::kHeadDim + i, out[i], top, smem.merged_sum[row]);
+    finish(row, e % S::kHeadDim, out, top, smem.merged_sum[row]);
   }
 }
 
-// Divides by the sum, a sink logit included, and writes output and log-sum-exp.
-template <typename Config>
-__device__ __forceinline__ void write_output(const DecodeArguments& args, int segment, int row, int channel, float out,
-                                             float max, float sum) {
+// Divides by the sum, a sink logit included, and writes N neighbouring channels of the output, and the log-sum-exp.
+template <typename Config, int N>
+__device__ __forceinline__ void write_output(const DecodeArguments& args, int segment, int row, int channel,
+                                             const float (&out)[N], float max, float sum) {
+  using T = typename Config::T;
   if (row >= args.q_len * args.group) return;
-  const int b = segment / args.num_kv_heads, head = segment % args.num_kv_heads * args.heads_per_kv + row % args.group;
-  const int token = row / args.group;
-  float lse = -CUDART_INF_F;
+  const int b = segment / args.num_kv_heads, token = row / args.group;
+  const int head = segment % args.num_kv_heads * args.heads_per_kv + row % args.group;
+  float lse = -CUDART_INF_F, factor = sum == 0.f ? 0.f : 1.f / sum;  // NaN stays NaN
   if (sum > 0.f) {
     if (args.sinks) {
       const float sink = args.sinks[head] * 1.4426950408889634f, raised = fmaxf(max, sink);
       const float keep = ex2(max - raised);
       sum = fmaf(sum, keep, ex2(sink - raised));
-      out *= keep;
+      factor = keep / sum;
       max = raised;
     }
-    out /= sum;
     lse = (max + lg2(sum)) * 0.6931471805599453f;
-  } else {
-    out = sum == 0.f ? 0.f : out / sum;  // NaN stays NaN
   }
-  auto* target = static_cast<typename Config::T*>(args.out);
-  target[b * args.out_strides[0] + token * args.out_strides[1] + head * args.out_strides[2] + channel] =
-      static_cast<typename Config::T>(out);
+  T* const target = static_cast<T*>(args.out) + b * args.out_strides[0] + token * args.out_strides[1] +
+                    head * args.out_strides[2] + channel;
+#pragma unroll
+  for (int i = 0; i < N; ++i) target[i] = static_cast<T>(out[i] * factor);
   if (channel == 0) args.lse[b * args.lse_strides[0] + token * args.lse_strides[1] + head] = lse;
 }
 
@@ -533,31 +565,31 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   Visible visible = {};
   Query<Config> query;
   State<Config> state;
-  float* const own_stages = reinterpret_cast<float*>(smem.records[warp]);
-  float* const own_spill = args.warp_partials + (static_cast<int64_t>(cta) * Config::kWarps + warp) * S::kPartialFloats;
+  const int rows = args.q_len * args.group;
+  float* const spilled = args.warp_partials + static_cast<int64_t>(cta) * Config::kWarps * S::kPartialFloats;
   auto finish_segment = [&](bool is_last) {
     const Span span = segment_span(args, smem.cumulative, segment);
     if (span.first >= first && span.stop <= first + count) {
       finish_state(state, [&](int row, int channel, float out, float max, float sum) {
-        write_output<Config>(args, segment, row, channel, out, max, sum);
+        const float single[1] = {out};
+        write_output<Config>(args, segment, row, channel, single, max, sum);
       });
     } else {
       // The last partial may take the warp's stages; an earlier one, while they are in use, goes to global memory.
-      float* const partial = is_last ? own_stages : own_spill;
-      if (lane == 0) smem.partial_segments[2 * warp + is_last] = segment;
+      const int slot = 2 * warp + is_last;
+      float* const partial = is_last ? reinterpret_cast<float*>(smem.records[warp]) : spilled + warp * S::kPartialFloats;
+      if (lane == 0) smem.partial_segments[slot] = segment;
       __syncwarp();
       finish_state(state, [&](int row, int channel, float out, float max, float sum) {
-        store_partial<Config>(partial, row, channel, out, max, sum);
+        if (row >= rows) return;
+        partial[row * S::kHeadDim + channel] = out;
+        if (channel == 0) smem.partial_max[slot][row] = max, smem.partial_sum[slot][row] = sum;
       });
     }
   };
   for (int i = 0;; ++i) {
     const int stage = i % Config::kStages;
-    Unit unit = {-1, -1};
-    if (i < count) {
-      mbarrier_wait(smem_address(&smem.full[warp][stage]), i / Config::kStages % 2);
-      unit = smem.units[warp][stage];
-    }
+    const Unit unit = i < count ? smem.units[warp][stage] : Unit{-1, -1};
     if (unit.segment != segment) {
       if (segment >= 0) finish_segment(i == count);
       segment = unit.segment;
@@ -568,6 +600,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       }
     }
     if (i >= count) break;
+    mbarrier_wait(smem_address(&smem.full[warp][stage]), i / Config::kStages % 2);
     if (unit.page >= 0) {
       const int position = (visible.first_page + unit.page) * kPageSize;
       const bool masked = position + kPageSize > visible.length - args.tail + 1 ||
@@ -580,58 +613,56 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   }
   __syncthreads();
 
-  // Partials of one segment are neighbours in the order of warps. A segment that is this CTA's alone is done then.
-  auto warp_partial = [&](int slot) -> const float* {
-    const int owner = slot / 2;
-    return slot % 2 ? reinterpret_cast<const float*>(smem.records[owner])
-                    : args.warp_partials + (static_cast<int64_t>(cta) * Config::kWarps + owner) * S::kPartialFloats;
-  };
-  const int rows = args.q_len * args.group;
-  int slot = 0;
-  while (slot < 2 * Config::kWarps) {
-    const int shared_segment = smem.partial_segments[slot];
-    if (shared_segment < 0) {
-      ++slot;
-      continue;
-    }
-    const int first_slot = slot;
-    while (slot < 2 * Config::kWarps && (smem.partial_segments[slot] < 0 || smem.partial_segments[slot] == shared_segment))
-      ++slot;
-    const Span span = segment_span(args, smem.cumulative, shared_segment);
+  // Partials of one segment are neighbours in the order of warps. At most two segments reach beyond this CTA, its first
+  // and its last: their parts are left for the CTA that arrives last.
+  int shared_segments[2] = {-1, -1};
+  for (int slot = 0; slot < 2 * Config::kWarps;) {
+    const int first_slot = slot, merged = smem.partial_segments[slot++];
+    if (merged < 0) continue;
+    while (slot < 2 * Config::kWarps && (smem.partial_segments[slot] < 0 || smem.partial_segments[slot] == merged)) ++slot;
+    const Span span = segment_span(args, smem.cumulative, merged);
     const bool alone = span.first >= cta_first && span.stop <= cta_stop;
-    // Of a segment's CTAs, the first leaves its part in its second slot, the others in their first.
-    float* const part = args.cta_partials + (2 * static_cast<int64_t>(cta) + (span.first >= cta_first)) * S::kPartialFloats;
-    merge_partials<Config, false>(
-        smem, rows, slot - first_slot,
-        [&](int i) { return smem.partial_segments[first_slot + i] < 0 ? nullptr : warp_partial(first_slot + i); },
-        [&](int row, int channel, float out, float max, float sum) {
-          if (alone)
-            write_output<Config>(args, shared_segment, row, channel, out, max, sum);
-          else
-            store_partial<Config>(part, row, channel, out, max, sum);
-        });
+    // Of a segment's CTAs, the first leaves its part in its second place, the others in their first.
+    const bool begins_here = span.first >= cta_first;
+    float* const part = args.cta_partials + (2 * static_cast<int64_t>(cta) + begins_here) * S::kPartialFloats;
+    merge_warps(smem, spilled, rows, first_slot, slot, [&](int row, int channel, float4 out, float max, float sum) {
+      if (alone) {
+        const float values[4] = {out.x, out.y, out.z, out.w};
+        write_output<Config>(args, merged, row, channel, values, max, sum);
+      } else {
+        *reinterpret_cast<float4*>(part + row * S::kHeadDim + channel) = out;
+        if (channel == 0) *row_max<Config>(part, row) = max, *(row_max<Config>(part, row) + kRows) = sum;
+      }
+    });
+    if (!alone) shared_segments[begins_here] = merged;
     __syncthreads();
-    if (alone) continue;
-    __threadfence();
-    __syncthreads();
+  }
+
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int merged = shared_segments[i];
+    if (merged < 0) continue;
+    const Span span = segment_span(args, smem.cumulative, merged);
     const int first_cta = static_cast<int>((ctas * (span.first + 1) - 1) / total);
-    const int last_cta = static_cast<int>((ctas * span.stop - 1) / total);
+    const int parts = static_cast<int>((ctas * span.stop - 1) / total) - first_cta + 1;
     if (thread == 0) {
-      uint32_t* const arrivals = args.arrivals + shared_segment;
-      smem.is_last = atomicAdd(arrivals, 1u) == static_cast<uint32_t>(last_cta - first_cta);
+      __threadfence();
+      uint32_t* const arrivals = args.arrivals + merged;
+      smem.is_last = atomicAdd(arrivals, 1u) == static_cast<uint32_t>(parts - 1);
       if (smem.is_last) *arrivals = 0;  // for the next launch
+      __threadfence();
     }
     __syncthreads();
-    if (!smem.is_last) continue;
-    __threadfence();
-    merge_partials<Config, true>(
-        smem, rows, last_cta - first_cta + 1,
-        [&](int i) -> const float* {
-          return args.cta_partials + (2 * static_cast<int64_t>(first_cta + i) + (i == 0)) * S::kPartialFloats;
-        },
-        [&](int row, int channel, float out, float max, float sum) {
-          write_output<Config>(args, shared_segment, row, channel, out, max, sum);
-        });
+    if (smem.is_last)
+      merge_ctas(
+          smem, rows, parts,
+          [&](int part) {
+            return args.cta_partials + (2 * static_cast<int64_t>(first_cta + part) + (part == 0)) * S::kPartialFloats;
+          },
+          [&](int row, int channel, float4 out, float max, float sum) {
+            const float values[4] = {out.x, out.y, out.z, out.w};
+            write_output<Config>(args, merged, row, channel, values, max, sum);
+          });
     __syncthreads();
   }
 }
