@@ -322,9 +322,10 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
   }
 }
 
-// Sums over lanes, and hands each element of a warp's result to `finish(row, channel, output, max, sum)`.
-template <typename Config, typename Finish>
-__device__ __forceinline__ void finish_state(State<Config>& state, Finish finish) {
+// Sums over lanes, calls `begin(row, max, sum)` for each of a lane's rows, and `store(begun, channel, output)` for each
+// of its channels.
+template <typename Config, typename Begin, typename Store>
+__device__ __forceinline__ void finish_state(State<Config>& state, Begin begin, Store store) {
   using S = Shape<Config>;
   using V = Codes<Config::kVBits>;
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -335,13 +336,13 @@ __device__ __forceinline__ void finish_state(State<Config>& state, Finish finish
       state.sum[col] += __shfl_xor_sync(kAllLanes, state.sum[col], d);
       state.offset[col] += __shfl_xor_sync(kAllLanes, state.offset[col], d);
     }
+    const auto begun = begin(2 * c + col, state.max[col], state.sum[col]);
 #pragma unroll
     for (int t = 0; t < S::kTiles; ++t)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float unit = kCodeUnit * V::inverse_weight((2 * t + half) % V::kFields);
-        finish(2 * c + col, 16 * t + 8 * half + g, fmaf(state.o[t][2 * half + col], unit, state.offset[col]),
-               state.max[col], state.sum[col]);
+        store(begun, 16 * t + 8 * half + g, fmaf(state.o[t][2 * half + col], unit, state.offset[col]));
       }
   }
 }
@@ -435,12 +436,18 @@ __device__ __forceinline__ void merge_ctas(SharedMemory<Config>& smem, int rows,
   }
 }
 
-// Divides by the sum, a sink logit included, and writes N neighbouring channels of the output, and the log-sum-exp.
-template <typename Config, int N>
-__device__ __forceinline__ void write_output(const DecodeArguments& args, int segment, int row, int channel,
-                                             const float (&out)[N], float max, float sum) {
-  using T = typename Config::T;
-  if (row >= args.q_len * args.group) return;
+// A row of the output, and what its unnormalised values are to be multiplied by.
+template <typename Config>
+struct OutputRow {
+  typename Config::T* channels;  // null: no such row
+  float factor;
+};
+
+// Finds a row of the output, lets its sink logit into the sum, and writes its log-sum-exp if asked to.
+template <typename Config>
+__device__ __forceinline__ OutputRow<Config> output_row(const DecodeArguments& args, int segment, int row, float max,
+                                                        float sum, bool write_lse) {
+  if (row >= args.q_len * args.group) return {nullptr, 0.f};
   const int b = segment / args.num_kv_heads, token = row / args.group;
   const int head = segment % args.num_kv_heads * args.heads_per_kv + row % args.group;
   float lse = -CUDART_INF_F, factor = sum == 0.f ? 0.f : 1.f / sum;  // NaN stays NaN
@@ -454,11 +461,20 @@ __device__ __forceinline__ void write_output(const DecodeArguments& args, int se
     }
     lse = (max + lg2(sum)) * 0.6931471805599453f;
   }
-  T* const target = static_cast<T*>(args.out) + b * args.out_strides[0] + token * args.out_strides[1] +
-                    head * args.out_strides[2] + channel;
+  if (write_lse) args.lse[b * args.lse_strides[0] + token * args.lse_strides[1] + head] = lse;
+  auto* const out = static_cast<typename Config::T*>(args.out);
+  return {out + b * args.out_strides[0] + token * args.out_strides[1] + head * args.out_strides[2], factor};
+}
+
+template <typename Config>
+__device__ __forceinline__ void write_output(const DecodeArguments& args, int segment, int row, int channel, float4 out,
+                                             float max, float sum) {
+  using T = typename Config::T;
+  const OutputRow<Config> target = output_row<Config>(args, segment, row, max, sum, channel == 0);
+  const T values[4] = {static_cast<T>(out.x * target.factor), static_cast<T>(out.y * target.factor),
+                       static_cast<T>(out.z * target.factor), static_cast<T>(out.w * target.factor)};
 #pragma unroll
-  for (int i = 0; i < N; ++i) target[i] = static_cast<T>(out[i] * factor);
-  if (channel == 0) args.lse[b * args.lse_strides[0] + token * args.lse_strides[1] + head] = lse;
+  for (int i = 0; i < 4; ++i) target.channels[channel + i] = values[i];
 }
 
 // Where a segment's units lie.
@@ -570,21 +586,30 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   auto finish_segment = [&](bool is_last) {
     const Span span = segment_span(args, smem.cumulative, segment);
     if (span.first >= first && span.stop <= first + count) {
-      finish_state(state, [&](int row, int channel, float out, float max, float sum) {
-        const float single[1] = {out};
-        write_output<Config>(args, segment, row, channel, single, max, sum);
-      });
+      finish_state(
+          state,
+          [&](int row, float max, float sum) {
+            return output_row<Config>(args, segment, row, max, sum, lane / 4 == 0);
+          },
+          [](const OutputRow<Config>& row, int channel, float out) {
+            if (row.channels) row.channels[channel] = static_cast<typename Config::T>(out * row.factor);
+          });
     } else {
       // The last partial may take the warp's stages; an earlier one, while they are in use, goes to global memory.
       const int slot = 2 * warp + is_last;
       float* const partial = is_last ? reinterpret_cast<float*>(smem.records[warp]) : spilled + warp * S::kPartialFloats;
       if (lane == 0) smem.partial_segments[slot] = segment;
       __syncwarp();
-      finish_state(state, [&](int row, int channel, float out, float max, float sum) {
-        if (row >= rows) return;
-        partial[row * S::kHeadDim + channel] = out;
-        if (channel == 0) smem.partial_max[slot][row] = max, smem.partial_sum[slot][row] = sum;
-      });
+      finish_state(
+          state,
+          [&](int row, float max, float sum) -> float* {
+            if (row >= rows) return nullptr;
+            if (lane / 4 == 0) smem.partial_max[slot][row] = max, smem.partial_sum[slot][row] = sum;
+            return partial + row * S::kHeadDim;
+          },
+          [](float* row, int channel, float out) {
+            if (row) row[channel] = out;
+          });
     }
   };
   for (int i = 0;; ++i) {
@@ -615,7 +640,8 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
 
   // Partials of one segment are neighbours in the order of warps. At most two segments reach beyond this CTA, its first
   // and its last: their parts are left for the CTA that arrives last.
-  int shared_segments[2] = {-1, -1};
+  int first_shared = -1, last_shared = -1;
+#pragma unroll 1
   for (int slot = 0; slot < 2 * Config::kWarps;) {
     const int first_slot = slot, merged = smem.partial_segments[slot++];
     if (merged < 0) continue;
@@ -627,20 +653,19 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     float* const part = args.cta_partials + (2 * static_cast<int64_t>(cta) + begins_here) * S::kPartialFloats;
     merge_warps(smem, spilled, rows, first_slot, slot, [&](int row, int channel, float4 out, float max, float sum) {
       if (alone) {
-        const float values[4] = {out.x, out.y, out.z, out.w};
-        write_output<Config>(args, merged, row, channel, values, max, sum);
+        write_output<Config>(args, merged, row, channel, out, max, sum);
       } else {
         *reinterpret_cast<float4*>(part + row * S::kHeadDim + channel) = out;
         if (channel == 0) *row_max<Config>(part, row) = max, *(row_max<Config>(part, row) + kRows) = sum;
       }
     });
-    if (!alone) shared_segments[begins_here] = merged;
+    if (!alone) (begins_here ? last_shared : first_shared) = merged;
     __syncthreads();
   }
 
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < 2; ++i) {
-    const int merged = shared_segments[i];
+    const int merged = i ? last_shared : first_shared;
     if (merged < 0) continue;
     const Span span = segment_span(args, smem.cumulative, merged);
     const int first_cta = static_cast<int>((ctas * (span.first + 1) - 1) / total);
@@ -660,8 +685,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
             return args.cta_partials + (2 * static_cast<int64_t>(first_cta + part) + (part == 0)) * S::kPartialFloats;
           },
           [&](int row, int channel, float4 out, float max, float sum) {
-            const float values[4] = {out.x, out.y, out.z, out.w};
-            write_output<Config>(args, merged, row, channel, values, max, sum);
+            write_output<Config>(args, merged, row, channel, out, max, sum);
           });
     __syncthreads();
   }
