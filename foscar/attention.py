@@ -139,7 +139,7 @@ def decode_attention(
     check_seq_ids(seq_ids, batch, cache)
     if sm_scale is None:
         sm_scale = 1 / math.sqrt(spec.head_dim)
-    elif not isinstance(sm_scale, (int, float)) or not math.isfinite(sm_scale):
+    elif not isinstance(sm_scale, (int, float)) or not abs(sm_scale) < math.inf:
         refuse("sm_scale", sm_scale, "must be a finite float")
     if softcap is not None and not (isinstance(softcap, (int, float)) and 0 <= softcap < math.inf):
         refuse("softcap", softcap, "must be a finite float, positive, or 0 or None for no cap")
@@ -151,12 +151,14 @@ def decode_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     else:
         require_tensor("out", out, shape=tuple(q.shape), dtypes=(q.dtype,), device=cache.device)
+        if 0 in out.stride() and out.numel() > 1:
+            refuse("out.stride()", out.stride(), "must give each element a place of its own")
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     torch.ops.foscar.decode_attention(
         q.unsqueeze(1) if one_token else q,
         cache.pages,
         cache.exact,
-        cache.quantized_len,
+        cache.lengths,
         block_table,
         seq_lens,
         seq_ids,

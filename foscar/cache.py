@@ -38,8 +38,10 @@ class PagedKVCache:
     exact : torch.Tensor
         ``[max_seqs, num_kv_heads, 2, spec.exact_tokens, head_dim]``: for each sequence and head, keys, then values, of
         its sink tokens and of a ring of recent ones. ``[0, …]`` while it is not allocated.
-    quantized_len : torch.Tensor
-        int32 ``[max_seqs]``: the position at which each sequence's ring begins.
+    lengths : torch.Tensor
+        int32 ``[max_seqs, 2]``: where each sequence's ring begins, and its tokens. To begin a sequence on pages that
+        hold its first n tokens already (a shared prefix), write (n, n) into its row, after `copy_exact` if there are
+        sinks; n is a multiple of 64 where K or V is channel-wise.
 
     Raises
     ------
@@ -64,13 +66,14 @@ class PagedKVCache:
         self.max_seqs = max_seqs
         self.pages = torch.zeros(num_pages, spec.num_kv_heads, spec.record_bytes, dtype=torch.uint8, device=device)
         rows = max_seqs if spec.exact_tokens else 0
-        self.quantized_len = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(rows, 2, dtype=torch.int32, device=device)
         self.exact = self._new_exact(0 if dtype is None else rows, dtype or torch.bfloat16)
         self._named_sequences: bool | None = None
 
     def _new_exact(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (rows, self.spec.num_kv_heads, 2, self.spec.exact_tokens, self.spec.head_dim)
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        with torch.inference_mode(False):  # it outlives the mode that the first append may be called in
+            return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @property
     def device(self) -> torch.device:
@@ -80,15 +83,15 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self.pages.nbytes + self.exact.nbytes + self.quantized_len.nbytes
+        return self.pages.nbytes + self.exact.nbytes + self.lengths.nbytes
 
     def copy_pages(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy whole pages, int ``[n]`` ids each; `dst` must be distinct."""
         self.pages[dst.long()] = self.pages[src.long()]
 
     def copy_exact(self, src: int, dst: int) -> None:
-        """Copy one sequence's exact tokens, and where its ring begins, to another's row."""
-        self.quantized_len[dst] = self.quantized_len[src]
+        """Copy one sequence's exact tokens, and their lengths, to another's row."""
+        self.lengths[dst] = self.lengths[src]
         if self.exact.shape[0]:
             self.exact[dst] = self.exact[src]
 
@@ -124,8 +127,8 @@ def append(
         int32 ``[batch, max_pages]``: token p of sequence b belongs in page ``block_table[b, p // 64]``. Only columns of
         pages that are written are looked at: none for exact tokens.
     seq_lens : torch.Tensor
-        int32 ``[batch]``: tokens of each sequence before the append. The cache does not know them, and cannot notice
-        a gap.
+        int32 ``[batch]``: tokens of each sequence before the append. Without exact tokens the cache does not know
+        them, and cannot notice a gap.
     cu_seqlens : torch.Tensor
         int32 ``[batch + 1]``: sequence b's new tokens are rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``.
     seq_ids : torch.Tensor, optional
@@ -150,16 +153,15 @@ def append(
     shape = ("total_tokens", spec.num_kv_heads, spec.head_dim)
     require_tensor("k", k, shape=shape, dtypes=dtypes, device=cache.device)
     require_tensor("v", v, shape=tuple(k.shape), dtypes=(k.dtype,), device=cache.device)
-    if spec.exact_tokens:
-        cache._named_sequences = seq_ids is not None
-        if not cache.exact.shape[0]:
-            capturing = k.is_cuda and torch.cuda.is_current_stream_capturing()
-            require(not capturing, "dtype", None, "must be given to a PagedKVCache that a CUDA graph appends to first")
-            cache.exact = cache._new_exact(cache.max_seqs, k.dtype)
+    exact = cache.exact
+    if spec.exact_tokens and not exact.shape[0]:
+        if k.is_cuda and torch.cuda.is_current_stream_capturing():
+            refuse("dtype", None, "must be given to a PagedKVCache that a CUDA graph appends to first")
+        exact = cache._new_exact(cache.max_seqs, k.dtype)
     torch.ops.foscar.append(
         cache.pages,
-        cache.exact,
-        cache.quantized_len,
+        exact,
+        cache.lengths,
         k,
         v,
         block_table,
@@ -168,6 +170,8 @@ def append(
         seq_ids,
         cache.recipe,
     )
+    if spec.exact_tokens:
+        cache.exact, cache._named_sequences = exact, seq_ids is not None
 
 
 def dequantize(
@@ -202,7 +206,7 @@ def dequantize(
     require_index("seq_lens", seq_lens, (block_table.shape[0],), cache.device)
     check_seq_ids(seq_ids, block_table.shape[0], cache)
     k, v = torch.ops.foscar.dequantize(
-        cache.pages, cache.exact, cache.quantized_len, block_table, seq_lens, seq_ids, cache.recipe
+        cache.pages, cache.exact, cache.lengths, block_table, seq_lens, seq_ids, cache.recipe
     )
     return k, v
 

@@ -58,9 +58,12 @@ class QuantSpec:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        require(self.bits in (2, 4), "bits", self.bits, "must be 2 or 4")
+        require(isinstance(self.bits, int) and self.bits in (2, 4), "bits", self.bits, "must be 2 or 4")
+        if self.group_size is not None:
+            require_int("group_size", self.group_size, 1)
         require(self.axis in ("token", "channel"), "axis", self.axis, "must be 'token' or 'channel'")
         require(0 < self.clip <= 1, "clip", self.clip, "must be in (0, 1]")
+        object.__setattr__(self, "clip", float(self.clip))
 
     @property
     def levels(self) -> int:

@@ -20,14 +20,14 @@ logger = logging.getLogger("foscar")
 
 _SCHEMAS = {
     "foscar::append": """(
-        Tensor(a!) pages, Tensor(b!) exact, Tensor(c!) quantized_len, Tensor k, Tensor v,
+        Tensor(a!) pages, Tensor(b!) exact, Tensor(c!) lengths, Tensor k, Tensor v,
         Tensor block_table, Tensor seq_lens, Tensor cu_seqlens, Tensor? seq_ids, str spec) -> ()""",
     "foscar::decode_attention": """(
-        Tensor q, Tensor pages, Tensor exact, Tensor quantized_len,
+        Tensor q, Tensor pages, Tensor exact, Tensor lengths,
         Tensor block_table, Tensor seq_lens, Tensor? seq_ids, Tensor? sinks, Tensor(a!) out, Tensor(b!) lse,
         str spec, float sm_scale, float? softcap, int? window_left) -> ()""",
     "foscar::dequantize": """(
-        Tensor pages, Tensor exact, Tensor quantized_len,
+        Tensor pages, Tensor exact, Tensor lengths,
         Tensor block_table, Tensor seq_lens, Tensor? seq_ids, str spec) -> (Tensor, Tensor)""",
 }
 
@@ -36,11 +36,12 @@ for _name, _schema in _SCHEMAS.items():
 
 
 def _with_spec(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Read the one string among the arguments back as a CacheSpec. Nothing is differentiable."""
+    """Read the one string among the arguments back as a CacheSpec. Nothing is differentiable or autocast."""
 
     @torch.no_grad()
     def call(*args: Any) -> Any:
-        return function(*(CacheSpec.parse(arg) if isinstance(arg, str) else arg for arg in args))
+        with torch.autocast(args[0].device.type, enabled=False):
+            return function(*(CacheSpec.parse(arg) if isinstance(arg, str) else arg for arg in args))
 
     return call
 
@@ -67,7 +68,7 @@ def _decode_attention_cuda(
     q: torch.Tensor,
     pages: torch.Tensor,
     exact: torch.Tensor,
-    quantized_len: torch.Tensor,
+    lengths: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     seq_ids: torch.Tensor | None,
@@ -83,7 +84,7 @@ def _decode_attention_cuda(
         decode.decode_attention(q, pages, block_table, seq_lens, sinks, out, lse, spec, *options)
     else:
         attention.decode_attention(
-            q, pages, exact, quantized_len, block_table, seq_lens, seq_ids, sinks, out, lse, spec, *options
+            q, pages, exact, lengths, block_table, seq_lens, seq_ids, sinks, out, lse, spec, *options
         )
 
 

@@ -29,7 +29,7 @@ class Tables(TypedDict):
 @dataclass
 class _Entry:
     length: int = 0
-    quantized: int = 0  # mirrors PagedKVCache.quantized_len
+    quantized: int = 0  # mirrors PagedKVCache.lengths
     pages: list[int] = field(default_factory=list)  # -1 for pages that would hold sinks only
 
 

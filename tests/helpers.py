@@ -117,10 +117,10 @@ def poison(cache: foscar.PagedKVCache) -> None:
     """Fill a cache with bytes that are NaN as parameters and the largest codes, and its window with NaN."""
     cache.pages.fill_(0xFF)
     cache.exact.fill_(torch.nan)
-    cache.quantized_len.fill_(2**31 - 1)
+    cache.lengths.fill_(2**31 - 1)
 
 
 def snapshot(cache: foscar.PagedKVCache) -> tuple[bytes, ...]:
     """Everything a cache holds."""
-    tensors = (cache.pages, cache.exact.view(torch.uint8), cache.quantized_len)
+    tensors = (cache.pages, cache.exact.view(torch.uint8), cache.lengths)
     return tuple(tensor.cpu().numpy().tobytes() for tensor in tensors)

@@ -74,6 +74,43 @@ def test_options(q_len: int, windows: tuple[int, int], options: int, device: tor
         check(batch, torch.randn(len(lengths), q_len, 8, 64, device=device), BOUNDS[torch.float32], **chosen)
 
 
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_options_that_switch_nothing_on(q_len: int, device: torch.device) -> None:
+    batch = make_batch(foscar.CacheSpec.token_wise(4, 2, 64), [200, 3, 0], device)
+    q = torch.randn(3, q_len, 4, 64, device=device)
+    want = foscar.decode_attention(q, batch.cache, **batch.tables)
+    for options in (
+        {"softcap": 0.0},
+        {"window": -1},
+        {"window": 200},
+        {"sinks": torch.full((4,), -torch.inf, device=device)},
+    ):
+        assert torch.equal(foscar.decode_attention(q, batch.cache, **batch.tables, **options), want)
+
+
+def test_pages_before_a_sliding_window_are_not_looked_at(device: torch.device) -> None:
+    batch = make_batch(foscar.CacheSpec.token_wise(4, 2, 64), [400, 300], device)
+    q = torch.randn(2, 2, 4, 64, device=device)
+    want = foscar.decode_attention(q, batch.cache, **batch.tables, window=100)
+    batch.block_table[0, : (400 - 2 - 100) // 64] = -1
+    batch.block_table[1, : (300 - 2 - 100) // 64] = 2**31 - 1
+    assert torch.equal(foscar.decode_attention(q, batch.cache, **batch.tables, window=100), want)
+
+
+def test_coarse_products_elsewhere_do_not_matter() -> None:
+    batch = make_batch(foscar.CacheSpec.kivi(4, 2, 64, recent_tokens=64), [200])
+    q = torch.randn(1, 4, 64)
+    want = foscar.decode_attention(q, batch.cache, **batch.tables)
+    chosen = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(foscar.decode_attention(q, batch.cache, **batch.tables), want)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(chosen)
+
+
 def test_one_query_token_needs_no_dimension() -> None:
     batch = make_batch(foscar.CacheSpec.token_wise(2, 2, 64), [100, 3])
     q = torch.randn(2, 4, 64)

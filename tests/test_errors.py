@@ -50,7 +50,7 @@ BAD_APPENDS: list[tuple[str, dict[str, Any]]] = [
     (r"block_table.shape=\[2, 1\]: row 0 needs 2 columns", {"block_table": i32([[0], [1]])}),
     (r"block_table\[0, 1\]=-1: must be in \[0, 7\)", {"block_table": i32([[0, -1], [1, 2]])}),
     (r"block_table\[1, 1\]=7: must be in \[0, 7\)", {"block_table": i32([[0, 1], [2, 7]])}),
-    (r"block_table=\[1\]: must not be written by two sequences", {"block_table": i32([[0, 1], [2, 1]])}),
+    (r"block_table=1: must not be written twice by one append", {"block_table": i32([[0, 1], [2, 1]])}),
     (r"seq_lens.shape=\[1\]: must be \[2\]", {"seq_lens": i32([70])}),
     (r"seq_lens.dtype=torch.int64", {"seq_lens": torch.tensor([70, 64])}),
     (r"seq_lens\[1\]=-1: must not be negative", {"seq_lens": i32([70, -1])}),
@@ -90,7 +90,8 @@ def test_append(message: str, bad: dict[str, Any]) -> None:
         (r"seq_ids.dtype=torch.int64", {"seq_ids": torch.tensor([0, 1])}),
         (r"seq_ids\[1\]=4: must be in \[0, 4\), the cache's max_seqs", {"seq_ids": i32([0, 4])}),
         (r"seq_ids\[0\]=-1", {"seq_ids": i32([-1, 0])}),
-        (r"seq_ids=\[1\]: must not be written by two sequences", {"seq_ids": i32([1, 1]), "seq_lens": i32([0, 0])}),
+        (r"seq_ids=1: must not be written twice by one append", {"seq_ids": i32([1, 1]), "seq_lens": i32([0, 0])}),
+        (r"v\[0, 0, 0\]=nan", {"v": nan_at(0, 0, 0)}),
         (r"seq_lens\[0\]=63: must be a multiple of 64 to append where blocks", {"seq_lens": i32([63, 70])}),
         (r"seq_lens\[0\]=1000: must not exceed the tokens appended for seq_id", {"seq_lens": i32([1000, 70])}),
     ],
@@ -130,6 +131,7 @@ BAD_DECODES: list[tuple[str, dict[str, Any]]] = [
     (r"sinks.dtype=torch.int64", {"sinks": torch.zeros(4, dtype=torch.int64)}),
     (r"out.shape=\[2, 4, 32\]: must be \[2, 4, 64\]", {"out": torch.empty(2, 4, 32)}),
     (r"out.dtype=torch.float16: must be torch.float32", {"out": torch.empty(2, 4, 64).half()}),
+    (r"out.stride\(\)=\(0, 64, 1\): must give each element a place", {"out": torch.empty(1, 4, 64).expand(2, 4, 64)}),
     (r"out.device='meta'", {"out": torch.empty(2, 4, 64, device="meta")}),
 ]
 
@@ -186,6 +188,16 @@ def test_a_window_that_was_never_filled() -> None:
     refused(cache, message, foscar.dequantize, table, i32([1]))
     k, _ = foscar.dequantize(cache, table, i32([0]))
     assert k.shape == (0, HEADS, DIM)
+
+
+def test_a_refused_first_append_leaves_the_dtype_open() -> None:
+    cache = foscar.PagedKVCache(WINDOWED, 4, max_seqs=2)
+    table, zero, ends = i32([[0]]), i32([0]), i32([0, 5])
+    message = r"k\[4, 0, 0\]=nan"
+    with pytest.raises(ValueError, match=message):
+        foscar.append(cache, nan_at(4, 0, 0), kv(), table, zero, ends, seq_ids=i32([1]))
+    foscar.append(cache, kv(dtype=torch.bfloat16), kv(dtype=torch.bfloat16), table, zero, ends)
+    assert cache.exact.dtype == torch.bfloat16
 
 
 def test_sequences_that_were_named_must_be_named() -> None:

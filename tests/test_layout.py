@@ -129,6 +129,8 @@ def test_presets_and_defaults() -> None:
     ("build", "message"),
     [
         (lambda: foscar.QuantSpec(3), r"bits=3: must be 2 or 4"),
+        (lambda: foscar.QuantSpec(2.0), r"bits=2.0: must be 2 or 4"),
+        (lambda: foscar.QuantSpec(2, group_size=32.0), r"group_size=32.0: must be an int"),
         (lambda: foscar.QuantSpec(2, "row"), r"axis='row': must be 'token' or 'channel'"),
         (lambda: foscar.QuantSpec(2, clip=0.0), r"clip=0.0: must be in \(0, 1\]"),
         (lambda: foscar.QuantSpec(2, clip=float("nan")), r"clip=nan"),

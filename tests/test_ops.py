@@ -25,7 +25,7 @@ def no_earlier_compilations() -> None:
 
 def cache_tensors(batch: Batch) -> tuple[torch.Tensor, ...]:
     cache = batch.cache
-    return cache.pages, cache.exact, cache.quantized_len
+    return cache.pages, cache.exact, cache.lengths
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -87,7 +87,7 @@ def test_compile_of_a_whole_step(spec: foscar.CacheSpec, device: torch.device) -
     batches = [make_batch(spec, [100], device) for _ in range(2)]
     batches[1].cache.pages.copy_(batches[0].cache.pages)
     batches[1].cache.exact.copy_(batches[0].cache.exact)
-    batches[1].cache.quantized_len.copy_(batches[0].cache.quantized_len)
+    batches[1].cache.lengths.copy_(batches[0].cache.lengths)
     tables = batches[0].tables
 
     def step(cache: foscar.PagedKVCache, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ LAYERS = [
     ["_version", "_checks"],
     ["layout", "merge"],
     ["reference.quant", "reference.records", "reference.cache", "reference.attention"],
+    ["cuda.config", "cuda.compiler"],
+    ["cuda.decode"],
     ["ops"],
     ["cache"],
     ["attention", "sequences"],
@@ -34,7 +36,7 @@ def module_name(path: Path) -> str:
     return name.removesuffix("__init__").removesuffix(".")
 
 
-MODULES = {name: path for path in ROOT.rglob("*.py") if (name := module_name(path)) != "reference"}
+MODULES = {name: path for path in ROOT.rglob("*.py") if (name := module_name(path)) not in ("reference", "cuda")}
 
 
 def imports(path: Path) -> set[str]:

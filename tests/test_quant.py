@@ -76,6 +76,29 @@ def test_the_whole_range_of_bfloat16_survives(bits: int) -> None:
     assert torch.allclose(dequantized(low, resolved(bits)), low.double(), rtol=2**-8)
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+def test_values_between_the_ends_of_bfloat16_survive(bits: int) -> None:
+    x = torch.linspace(-BF16_MAX, BF16_MAX, 128, dtype=torch.float64)[None].float()
+    step = 2 * BF16_MAX / (2**bits - 1)
+    assert ((dequantized(x, resolved(bits)) - x).abs() <= step / 2 * (1 + 2**-5)).all()
+
+
+def test_codes_are_those_of_the_scale_as_it_is_read() -> None:
+    x = torch.randn(2000, 128)
+    codes, words = quantize(x, resolved(4))
+    scale, offset = unpack_words(words)
+    nearest = (((x.double() - offset.double()) / scale.double()).round()).clamp(0, 15)
+    ties = ((x.double() - offset.double()) / scale.double() % 1 - 0.5).abs() < 1e-5
+    assert torch.equal(codes[~ties].double(), nearest[~ties])
+
+
+def test_a_range_below_float32s_normal_numbers_collapses() -> None:
+    for span in (1e-44, 1e-39, 1e-38, 2e-38):
+        x = torch.rand(4, 128) * span
+        got = dequantized(x, resolved(2))
+        assert torch.isfinite(got).all() and ((got - x).abs() <= span).all()
+
+
 @pytest.mark.parametrize("ratio", [0, 1, 10, 100, 1000])
 def test_offsets_much_larger_than_the_range(ratio: float) -> None:
     """In bfloat16 the offset is exact; in finer types the error stays within the range of a row and bfloat16's step."""

@@ -2,7 +2,7 @@
 
 The key of an entry is made of the source, the contents of all headers, the options, and the versions of the compiler
 and of CUDA's headers. Processes may race for an entry: each compiles, the last to finish leaves its result, and all use
-their own. An entry that cannot be read counts as missing.
+their own.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def cache_folder() -> Path:
 def _stamp() -> bytes:
     """Digest of everything that a compilation depends on beside source and options."""
     digest = hashlib.sha256()
-    for path in sorted(KERNELS.rglob("*.cuh")):
-        digest.update(str(path.relative_to(KERNELS)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted(KERNELS.glob("*.cuh")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     for package in _PACKAGES:
         digest.update(f"{package}={importlib.metadata.version(package)}\0".encode())
     return digest.digest()

@@ -40,10 +40,15 @@ class DecodeConfig:
 
     @staticmethod
     def choose(spec: CacheSpec, dtype: torch.dtype) -> DecodeConfig:
-        """Pick the shape for a spec: as many warps as registers allow, then as many stages as fit, up to 4."""
-        ctas, warps = (1, 8) if spec.head_dim == 256 else (2, 8)
+        """Pick the shape for a spec: as many warps as registers allow, then as many stages as fit, up to 4.
+
+        With 4-bit keys and head_dim 96 or 128 the loop needs more than the 128 registers that four warps of each of an
+        SM's quarters leave it.
+        """
+        ctas = 1 if spec.head_dim == 256 else 2
+        warps = 6 if spec.k.bits == 4 and spec.head_dim in (96, 128) else 8
         budget = _SM_SHARED_BYTES // ctas - _EXTRA_BYTES
-        while warps > 4 and budget // (warps * spec.record_bytes) < 2:
+        while budget // (warps * spec.record_bytes) < 2:
             warps -= 1
         return DecodeConfig(spec, dtype, warps, min(budget // (warps * spec.record_bytes), 4), ctas)
 
@@ -83,7 +88,7 @@ class DecodeConfig:
         }
         lines = "\n".join(f"  static constexpr int {name} = {value};" for name, value in constants.items())
         return (
-            '#include "foscar/decode.cuh"\n'
+            '#include "decode.cuh"\n'
             f"struct Config {{\n  using T = {_TYPES[self.dtype]};\n{lines}\n}};\n"
             f'extern "C" __global__ __launch_bounds__({self.warps * 32}, {self.ctas})\n'
             "void decode(const __grid_constant__ foscar::DecodeArguments args) { foscar::decode<Config>(args); }\n"

@@ -116,6 +116,8 @@ def decode_attention(
     if shared > kernel.shared_limit:
         raise ValueError(f"batch={batch}: is more than this kernel's shared memory has room for")
     aligned = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3]) and q.data_ptr() % 16 == 0
+    if batch * max(block_table.shape[1], 1) * spec.num_kv_heads >= 2**31:
+        raise ValueError(f"block_table.shape={list(block_table.shape)}: times num_kv_heads must be below 2**31")
     q = q if aligned else q.clone(memory_format=torch.contiguous_format)
     target = out if out.stride(3) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()

@@ -6,6 +6,8 @@ belong to a token, on the query and the output where they belong to a channel (d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -29,11 +31,23 @@ class _Query:
     window_left: int | None
 
 
+@contextmanager
+def _full_float32_products() -> Iterator[None]:
+    """Keep the process's choice of faster, coarser matrix products out of the specification."""
+    chosen = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(chosen)
+
+
+@_full_float32_products()
 def decode_attention(
     q: torch.Tensor,
     pages: torch.Tensor,
     exact: torch.Tensor,
-    quantized_len: torch.Tensor,
+    lengths: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     seq_ids: torch.Tensor | None,
@@ -50,7 +64,7 @@ def decode_attention(
     Arguments are those of `foscar.decode_attention`, its 3-D query unsqueezed, and the tensors of a cache.
     """
     q_len, group = q.shape[1], q.shape[2] // spec.num_kv_heads
-    states = read_states(spec, exact, quantized_len, seq_lens, seq_ids)
+    states = read_states(spec, lengths, seq_lens, seq_ids)
     first_visible = [0 if window_left is None else max(s.length - q_len - window_left, 0) for s in states]
     visible = [range(max(s.paged.start, first), s.paged.stop) for s, first in zip(states, first_visible, strict=True)]
     page_rows = read_block_table(pages, block_table, visible)

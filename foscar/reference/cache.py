@@ -1,7 +1,7 @@
 """Appending to a cache and reading it back.
 
 A sequence's tokens live in up to three tiers. Its first `sink_tokens` and its last few are kept as they came, in rows
-of `exact`: first the sinks, then a ring. All others are in pages. `quantized_len` says where the ring begins. A token
+of `exact`: first the sinks, then a ring. All others are in pages. `lengths` says where the ring begins. A token
 is quantised once, by the append that moves this border past it.
 """
 
@@ -61,30 +61,28 @@ class SequenceState:
 
 def read_states(
     spec: CacheSpec,
-    exact: torch.Tensor,
-    quantized_len: torch.Tensor,
+    lengths: torch.Tensor,
     seq_lens: torch.Tensor,
     seq_ids: torch.Tensor | None,
 ) -> list[SequenceState]:
-    """Fetch lengths, check that so many tokens can have been appended, and work out where they are."""
-    lengths = seq_lens.tolist()
-    for b, length in enumerate(lengths):
+    """Fetch lengths, check that so many tokens have been appended, and work out where they are."""
+    wanted = seq_lens.tolist()
+    for b, length in enumerate(wanted):
         require(length >= 0, f"seq_lens[{b}]", length, "must not be negative")
     if not spec.exact_tokens:
-        return [SequenceState(spec, b, b, length, length) for b, length in enumerate(lengths)]
-    max_seqs = quantized_len.shape[0]
-    ids = list(range(len(lengths))) if seq_ids is None else seq_ids.tolist()
+        return [SequenceState(spec, b, b, length, length) for b, length in enumerate(wanted)]
+    max_seqs = lengths.shape[0]
+    ids = list(range(len(wanted))) if seq_ids is None else seq_ids.tolist()
     for b, seq_id in enumerate(ids):
         require(0 <= seq_id < max_seqs, f"seq_ids[{b}]", seq_id, f"must be in [0, {max_seqs}), the cache's max_seqs")
-    quantized = quantized_len.tolist()
-    states = []
-    for b, (seq_id, length) in enumerate(zip(ids, lengths, strict=True)):
-        state = SequenceState(spec, b, seq_id, length, min(quantized[seq_id], length))
-        # Appended lengths are not kept, but more than the ring can hold cannot have been appended.
-        most = state.paged.stop + spec.ring_tokens if exact.numel() else 0
-        require(length <= most, f"seq_lens[{b}]", length, f"must not exceed the tokens appended for seq_id {seq_id}")
-        states.append(state)
-    return states
+    known = lengths.tolist()
+    for b, (seq_id, length) in enumerate(zip(ids, wanted, strict=True)):
+        rule = f"must not exceed the tokens appended for seq_id {seq_id}, {known[seq_id][1]}"
+        require(length <= known[seq_id][1], f"seq_lens[{b}]", length, rule)
+    return [
+        SequenceState(spec, b, seq_id, length, min(known[seq_id][0], length))
+        for b, (seq_id, length) in enumerate(zip(ids, wanted, strict=True))
+    ]
 
 
 def read_block_table(pages: torch.Tensor, block_table: torch.Tensor, positions: Sequence[range]) -> list[list[int]]:
@@ -103,7 +101,7 @@ def read_block_table(pages: torch.Tensor, block_table: torch.Tensor, positions: 
 def append(
     pages: torch.Tensor,
     exact: torch.Tensor,
-    quantized_len: torch.Tensor,
+    lengths: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     block_table: torch.Tensor,
@@ -118,7 +116,7 @@ def append(
     require(bounds[-1] == k.shape[0], "cu_seqlens[-1]", bounds[-1], f"must be the number of tokens in k, {k.shape[0]}")
     for b in range(1, len(bounds)):
         require(bounds[b - 1] <= bounds[b], f"cu_seqlens[{b}]", bounds[b], f"must be at least {bounds[b - 1]}")
-    states = read_states(spec, exact, quantized_len, seq_lens, seq_ids)
+    states = read_states(spec, lengths, seq_lens, seq_ids)
     moves = [_Move.plan(s, range(*ends)) for s, ends in zip(states, itertools.pairwise(bounds), strict=True)]
     page_rows = read_block_table(pages, block_table, [m.leaving for m in moves])
     if spec.exact_tokens:
@@ -130,15 +128,17 @@ def append(
     # All reads come before the first write, because ring slots are used again.
     leaving = torch.cat([k.new_empty(0, 2, *k.shape[1:]), *(m.gather(exact, k, v) for m in moves)])
     if len(leaving):
-        page = torch.cat([_at_tokens(row, m.leaving) for row, m in zip(page_rows, moves, strict=True)]).to(k.device)
-        token = torch.cat([torch.arange(m.leaving.start, m.leaving.stop) for m in moves]).to(k.device) % PAGE_SIZE
+        page = torch.cat([_at_tokens(row, m.leaving, k.device) for row, m in zip(page_rows, moves, strict=True)])
+        token = torch.cat([torch.arange(m.leaving.start, m.leaving.stop, device=k.device) for m in moves]) % PAGE_SIZE
         layout = record_layout(spec, k.device)
         _write(pages, page, token, leaving[:, 0], layout.k)
         _write(pages, page, token, leaving[:, 1], layout.v)
     if spec.exact_tokens:
         for m in moves:
-            m.store(exact, k, v)
-            quantized_len[m.state.seq_id] = m.quantized
+            if m.rows:  # a row without new tokens may be padding, and leaves its sequence as it is
+                m.store(exact, k, v)
+                after = (m.quantized, m.state.length + len(m.rows))
+                lengths[m.state.seq_id] = torch.tensor(after, dtype=torch.int32, device=k.device)
 
 
 @dataclass(frozen=True)
@@ -185,18 +185,17 @@ class _Move:
         return x[max(positions.start + shift, self.rows.start) : max(positions.stop + shift, self.rows.start)]
 
 
-def _at_tokens(page_row: list[int], positions: range) -> torch.Tensor:
+def _at_tokens(page_row: list[int], positions: range, device: torch.device) -> torch.Tensor:
     """Return the page of each token, given those of the columns that `positions` touch."""
-    pages = torch.tensor(page_row, dtype=torch.int64).repeat_interleave(PAGE_SIZE)
+    pages = torch.tensor(page_row, dtype=torch.int64, device=device).repeat_interleave(PAGE_SIZE)
     return pages[positions.start % PAGE_SIZE :][: len(positions)]
 
 
 def _check_distinct(name: str, rows: list[list[int]]) -> None:
     seen: set[int] = set()
-    for row in rows:
-        shared = sorted(seen.intersection(row))
-        require(not shared, name, shared, "must not be written by two sequences of one append")
-        seen.update(row)
+    for value in itertools.chain.from_iterable(rows):
+        require(value not in seen, name, value, "must not be written twice by one append")
+        seen.add(value)
 
 
 def _write(
@@ -213,29 +212,31 @@ def _write(
 
 
 def _quantize_blocks(x: torch.Tensor, token: torch.Tensor, quant: QuantSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise whole blocks channel-wise. A block that begins with sinks lacks them: its first token stands in."""
-    starts = torch.cat([(token == PAGE_SIZE - 1).new_ones(1), token[:-1] == PAGE_SIZE - 1])
-    repeats = torch.where(starts, token + 1, 1)
-    blocks = x.repeat_interleave(repeats, 0).unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2)
-    codes, words = quantize(blocks, quant)  # [blocks, num_kv_heads, 64, head_dim]
-    last_copies = repeats.cumsum(0) - 1
-    return codes.transpose(1, 2).flatten(0, 1)[last_copies], words
+    """Quantise blocks channel-wise. One that begins with sinks lacks them: its other tokens stand in, over and over."""
+    is_first = torch.cat([token.new_ones(1, dtype=torch.bool), token[:-1] == PAGE_SIZE - 1])
+    first = is_first.nonzero()
+    missing = token[first]
+    place = torch.arange(PAGE_SIZE, device=x.device)
+    is_token = place >= missing
+    blocks = x[first + torch.where(is_token, place - missing, place % (PAGE_SIZE - missing))]
+    codes, words = quantize(blocks.transpose(1, 2), quant)  # [blocks, num_kv_heads, 64, head_dim]
+    return codes.transpose(1, 2)[is_token], words
 
 
 def dequantize(
     pages: torch.Tensor,
     exact: torch.Tensor,
-    quantized_len: torch.Tensor,
+    lengths: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     seq_ids: torch.Tensor | None,
     spec: CacheSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values, float32 ``[total_tokens, num_kv_heads, head_dim]``."""
-    states = read_states(spec, exact, quantized_len, seq_lens, seq_ids)
+    states = read_states(spec, lengths, seq_lens, seq_ids)
     page_rows = read_block_table(pages, block_table, [s.paged for s in states])
     layout = record_layout(spec, pages.device)
-    empty = torch.empty(0, spec.num_kv_heads, spec.head_dim, device=pages.device)
+    empty = torch.empty(0, spec.num_kv_heads, spec.head_dim, dtype=torch.float32, device=pages.device)
     k_hat, v_hat = [empty], [empty]
     for state, row in zip(states, page_rows, strict=True):
         (_, sink_rows), (_, ring_rows) = state.exact_tiers()
@@ -249,7 +250,7 @@ def dequantize(
 def _read_exact(exact: torch.Tensor, seq_id: int, index: int, rows: list[int]) -> torch.Tensor:
     """Keys (index 0) or values (1) of rows of a exact, float32 ``[rows, num_kv_heads, head_dim]``."""
     if not rows:
-        return torch.empty(0, exact.shape[1], exact.shape[4], device=exact.device)
+        return torch.empty(0, exact.shape[1], exact.shape[4], dtype=torch.float32, device=exact.device)
     return exact[seq_id, :, index, rows].transpose(0, 1).float()
 
 

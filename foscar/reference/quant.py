@@ -54,12 +54,12 @@ def quantize(x: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tens
     grouped = x.unflatten(-1, (-1, spec.group_size)) if spec.axis == "token" else x
     low, high = grouped.amin(row, keepdim=True), grouped.amax(row, keepdim=True)
     offset = _round_down_to_bf16(low)
-    # Halves, because high - offset can exceed float32's range.
+    # Halves, because a difference can exceed float32's range.
     ideal_scale = (0.5 * high - 0.5 * offset) / spec.levels * 2
     words = _pack_words(ideal_scale, offset)
     scale, offset = unpack_words(words)
-    # A scale below the normal range belongs to a constant group, whose offset is its value.
-    steps = ((grouped - offset) / scale).round().clamp(0, spec.levels)
+    # A scale below the normal range belongs to a group that is as good as constant: its offset is its value.
+    steps = ((0.5 * grouped - 0.5 * offset) / (0.5 * scale)).round().clamp(0, spec.levels)
     codes = torch.where(scale >= _TINY, steps, 0).to(torch.uint8)
     return codes.view(x.shape), words.squeeze(row)
 

@@ -479,15 +479,26 @@ __device__ __forceinline__ void write_output(const DecodeArguments& args, int se
 
 // Where a segment's units lie.
 struct Span {
-  int64_t first, stop;
+  int first, stop;
 };
 
 __device__ __forceinline__ Span segment_span(const DecodeArguments& args, const int* cumulative, int segment) {
   const int b = segment / args.num_kv_heads, head = segment % args.num_kv_heads;
   const int units = cumulative[b + 1] - cumulative[b];
-  const int64_t first = static_cast<int64_t>(cumulative[b]) * args.num_kv_heads + static_cast<int64_t>(head) * units;
+  const int first = cumulative[b] * args.num_kv_heads + head * units;
   return {first, first + units};
 }
+
+// `total` units dealt out to `parts`, the first of which get one more if they do not come out even.
+struct Shares {
+  int base, extra;
+  __device__ __forceinline__ Shares(int total, int parts) : base(total / parts), extra(total % parts) {}
+  __device__ __forceinline__ int begin(int part) const { return part * base + min(part, extra); }
+  __device__ __forceinline__ int owner(int unit) const {
+    const int fuller = extra * (base + 1);
+    return unit < fuller ? unit / (base + 1) : extra + (unit - fuller) / base;
+  }
+};
 
 template <typename Config>
 __device__ __forceinline__ void decode(const DecodeArguments& args) {
@@ -527,14 +538,15 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   }
 
   // This CTA's run of units, and this warp's part of it. Few units take few CTAs: each is a partial to merge.
-  const int64_t total = static_cast<int64_t>(carried) * args.num_kv_heads;
-  const int64_t wanted = (total + Config::kWarps * Config::kMinUnits - 1) / (Config::kWarps * Config::kMinUnits);
-  const int64_t ctas = min(static_cast<int64_t>(gridDim.x), wanted);
+  const int total = carried * args.num_kv_heads;
+  constexpr int kFewest = Config::kWarps * Config::kMinUnits;
+  const int ctas = min(static_cast<int>(gridDim.x), (total + kFewest - 1) / kFewest);
   const int cta = blockIdx.x;
   if (cta >= ctas) return;
-  const int64_t cta_first = total * cta / ctas, cta_stop = total * (cta + 1) / ctas;
-  const int64_t first = cta_first + (cta_stop - cta_first) * warp / Config::kWarps;
-  const int count = static_cast<int>(cta_first + (cta_stop - cta_first) * (warp + 1) / Config::kWarps - first);
+  const Shares shares(total, ctas);
+  const int cta_first = shares.begin(cta), cta_stop = shares.begin(cta + 1);
+  const Shares warp_shares(cta_stop - cta_first, Config::kWarps);
+  const int first = cta_first + warp_shares.begin(warp), count = cta_first + warp_shares.begin(warp + 1) - first;
 
   // The lanes look up where units are, 32 at a time: lane i has unit `looked_up + i` of this warp.
   int looked_up = -32;
@@ -543,16 +555,16 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   auto look_up = [&](int start) {
     looked_up = start;
     if (start + lane >= count) return;
-    const int64_t unit = first + start + lane;
+    const int unit = first + start + lane;
     int low = 0, high = args.batch - 1;  // ends at the last sequence that begins at or before the unit
     while (low < high) {
       const int middle = (low + high + 1) / 2;
-      const bool begun = static_cast<int64_t>(smem.cumulative[middle]) * args.num_kv_heads <= unit;
+      const bool begun = smem.cumulative[middle] * args.num_kv_heads <= unit;
       low = begun ? middle : low;
       high = begun ? high : middle - 1;
     }
     const int units = smem.cumulative[low + 1] - smem.cumulative[low];
-    const int within = static_cast<int>(unit - static_cast<int64_t>(smem.cumulative[low]) * args.num_kv_heads);
+    const int within = unit - smem.cumulative[low] * args.num_kv_heads;
     const int head = within / units;
     const Visible visible = visible_pages(args, low);
     unit_of = {low * args.num_kv_heads + head, visible.num_pages > 0 ? within % units : -1};
@@ -668,8 +680,8 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     const int merged = i ? last_shared : first_shared;
     if (merged < 0) continue;
     const Span span = segment_span(args, smem.cumulative, merged);
-    const int first_cta = static_cast<int>((ctas * (span.first + 1) - 1) / total);
-    const int parts = static_cast<int>((ctas * span.stop - 1) / total) - first_cta + 1;
+    const int first_cta = shares.owner(span.first);
+    const int parts = shares.owner(span.stop - 1) - first_cta + 1;
     if (thread == 0) {
       __threadfence();
       uint32_t* const arrivals = args.arrivals + merged;
