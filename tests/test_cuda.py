@@ -41,12 +41,12 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 4), (torch.bfloat16, 8), (torch.float16, 4)], ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_every_variant_compiles_without_spills(
-    spec: foscar.CacheSpec, dtype: torch.dtype, arch: str, tmp_path: Path
+    spec: foscar.CacheSpec, dtype: torch.dtype, rows: int, arch: str, tmp_path: Path
 ) -> None:
-    config = DecodeConfig.choose(spec, dtype)
+    config = DecodeConfig.choose(spec, dtype, rows)
     cubin = tmp_path / f"{config.name}.cubin"
     cubin.write_bytes(compile_cubin(config.source(), arch, config.name))
     usage = subprocess.run(
@@ -60,7 +60,7 @@ def test_every_variant_compiles_without_spills(
 
 
 def test_codes_reach_the_tensor_cores(tmp_path: Path) -> None:
-    config = DecodeConfig.choose(foscar.CacheSpec.token_wise(2, 8, 128), torch.bfloat16)
+    config = DecodeConfig.choose(foscar.CacheSpec.token_wise(2, 8, 128), torch.bfloat16, 4)
     cubin = tmp_path / "decode.cubin"
     cubin.write_bytes(compile_cubin(config.source(), "sm_90a", config.name))
     sass = subprocess.run([tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True).stdout

@@ -26,6 +26,8 @@ class DecodeConfig:
         What it reads.
     dtype : torch.dtype
         dtype of the query and the output: bfloat16 or float16.
+    halves : bool
+        Whether there are at most 4 query rows for a KV head, each worked on by two halves of a warp's columns.
     warps, stages : int
         Warps of a CTA, and records in flight for each.
     ctas : int
@@ -34,23 +36,26 @@ class DecodeConfig:
 
     spec: CacheSpec
     dtype: torch.dtype
+    halves: bool
     warps: int
     stages: int
     ctas: int
 
     @staticmethod
-    def choose(spec: CacheSpec, dtype: torch.dtype) -> DecodeConfig:
-        """Pick the shape for a spec: as many warps as registers allow, then as many stages as fit, up to 4.
+    def choose(spec: CacheSpec, dtype: torch.dtype, rows: int) -> DecodeConfig:
+        """Pick the variant for a number of query rows of a KV head, and its shape.
 
-        With 4-bit keys and head_dim 96 or 128 the loop needs more than the 128 registers that four warps of each of an
-        SM's quarters leave it.
+        As many warps as registers allow, then as many stages as fit, up to 4. With 4-bit keys and head_dim 96 or 128
+        the loop needs more than the 128 registers that four warps of each of an SM's quarters leave it.
         """
         ctas = 1 if spec.head_dim == 256 else 2
         warps = 6 if spec.k.bits == 4 and spec.head_dim in (96, 128) else 8
         budget = _SM_SHARED_BYTES // ctas - _EXTRA_BYTES
         while budget // (warps * spec.record_bytes) < 2:
             warps -= 1
-        return DecodeConfig(spec, dtype, warps, min(budget // (warps * spec.record_bytes), 4), ctas)
+        return DecodeConfig(
+            spec, dtype, rows <= MAX_ROWS // 2, warps, min(budget // (warps * spec.record_bytes), 4), ctas
+        )
 
     @property
     def partial_floats(self) -> int:
@@ -61,7 +66,8 @@ class DecodeConfig:
     def name(self) -> str:
         """What the variant is called in tables and logs."""
         kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
-        return f"decode_k{self.spec.k.bits}v{self.spec.v.bits}_d{self.spec.head_dim}_{kind}"
+        rows = MAX_ROWS // 2 if self.halves else MAX_ROWS
+        return f"decode_k{self.spec.k.bits}v{self.spec.v.bits}_d{self.spec.head_dim}_r{rows}_{kind}"
 
     def shared_bytes(self, batch: int) -> int:
         """Dynamic shared memory of a CTA for a batch: `SharedMemory` in decode.cuh."""
@@ -89,7 +95,8 @@ class DecodeConfig:
         lines = "\n".join(f"  static constexpr int {name} = {value};" for name, value in constants.items())
         return (
             '#include "decode.cuh"\n'
-            f"struct Config {{\n  using T = {_TYPES[self.dtype]};\n{lines}\n}};\n"
+            f"struct Config {{\n  using T = {_TYPES[self.dtype]};\n"
+            f"  static constexpr bool kHalves = {str(self.halves).lower()};\n{lines}\n}};\n"
             f'extern "C" __global__ __launch_bounds__({self.warps * 32}, {self.ctas})\n'
             "void decode(const __grid_constant__ foscar::DecodeArguments args) { foscar::decode<Config>(args); }\n"
         )

@@ -56,12 +56,12 @@ class _Kernel:
 
 
 @functools.cache
-def _kernel(spec: CacheSpec, dtype: torch.dtype, device: int) -> _Kernel:
+def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, device: int) -> _Kernel:
     """Compile and load the variant for a spec, and allow it all the shared memory there is."""
     from cuda.bindings import driver
     from cuda.core import ObjectCode
 
-    config = DecodeConfig.choose(spec, dtype)
+    config = DecodeConfig.choose(spec, dtype, rows)
     properties = torch.cuda.get_device_properties(device)
     arch = f"sm_{properties.major}{properties.minor}a"
     kernel = ObjectCode.from_cubin(compile_cubin(config.source(), arch, config.name)).get_kernel("decode")
@@ -106,9 +106,12 @@ def decode_attention(
     from cuda.bindings import driver
 
     device = q.device.index
-    kernel = _kernel(spec, q.dtype, device)
-    config = kernel.config
     batch, q_len, num_q_heads, _ = q.shape
+    heads_per_kv = num_q_heads // spec.num_kv_heads
+    heads_at_once = min(heads_per_kv, MAX_ROWS)
+    tokens_at_once = min(max(MAX_ROWS // heads_per_kv, 1), q_len)
+    kernel = _kernel(spec, q.dtype, heads_at_once * tokens_at_once, device)
+    config = kernel.config
     if batch == 0:
         return
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -128,9 +131,6 @@ def decode_attention(
     segments = 1 << max(batch * spec.num_kv_heads - 1, 1 << 14).bit_length()
     partials, arrivals = _workspace(device, stream, floats, segments)
 
-    heads_per_kv = num_q_heads // spec.num_kv_heads
-    heads_at_once = min(heads_per_kv, MAX_ROWS)
-    tokens_at_once = max(MAX_ROWS // heads_per_kv, 1)
     for token in range(0, q_len, tokens_at_once):
         for head in range(0, heads_per_kv, heads_at_once):
             arguments = _Arguments(

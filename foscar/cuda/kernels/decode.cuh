@@ -8,6 +8,9 @@
 // Products. Codes enter the tensor cores as they lie: a 2-bit or 4-bit field of a 16-bit half is the fp16 subnormal
 // code * 2^-24, times the field's weight. Both products are transposed, S^T = K q^T and O^T = V^T P^T, so that the
 // packed operand is always A. Scale and offset are folded into scores and probabilities (docs/numerics.md).
+//
+// Halves. With at most 4 rows, columns 4 to 7 of an accumulator would be idle. They repeat the rows instead, and each
+// half of the columns does the softmax of half of a page's tokens. Their results are merged at the end.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -68,6 +71,8 @@ struct Shape {
   static constexpr int kVWords = kHeadDim * Config::kVBits / 64;  // a lane's words for 16 tokens
   static constexpr int kTiles = kHeadDim / 16;     // 16-channel tiles of O^T
   static constexpr int kPartialFloats = kRows * (kHeadDim + 2);
+  static constexpr int kRowMask = Config::kHalves ? kRows / 2 - 1 : kRows - 1;  // column to row
+  static constexpr int kBlocks = Config::kHalves ? 2 : 4;  // of 16 tokens, of a page, whose softmax a lane takes part in
 };
 
 // What lies in a stage.
@@ -131,9 +136,10 @@ __device__ __forceinline__ Query<Config> load_query(const DecodeArguments& args,
   using S = Shape<Config>;
   using K = Codes<Config::kKBits>;
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const bool valid = g < args.q_len * args.group && c * S::kRun < S::kHeadDim;
-  const int64_t base = b * args.q_strides[0] + (g / args.group) * args.q_strides[1] +
-                       (h * args.heads_per_kv + g % args.group) * args.q_strides[2] + c * S::kRun;
+  const int row = g & S::kRowMask;
+  const bool valid = row < args.q_len * args.group && c * S::kRun < S::kHeadDim;
+  const int64_t base = b * args.q_strides[0] + (row / args.group) * args.q_strides[1] +
+                       (h * args.heads_per_kv + row % args.group) * args.q_strides[2] + c * S::kRun;
   using T = typename Config::T;
   float x[S::kRun];
   float sum = 0.f, top = 0.f;
@@ -207,7 +213,7 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
 
   // S^T = K q^T: rows are tokens 16 j + g and 16 j + 8 + g.
-  float s[4][4];
+  float products[4][4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     uint32_t low[S::kRunWords], high[S::kRunWords];
@@ -215,64 +221,76 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
     load_words(low, row);
     load_words(high, row + 8 * S::kRowBytes);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[j][i] = 0.f;
+    for (int i = 0; i < 4; ++i) products[j][i] = 0.f;
 #pragma unroll
     for (int w = 0; w < S::kRunWords; ++w) {
       const uint32_t low_odd = low[w] >> 8, high_odd = high[w] >> 8;
 #pragma unroll
       for (int f = 0; f < K::kFields; ++f) {
         const uint32_t(&b)[2] = query.fragment[w * K::kFields + f];
-        mma_m16n8k16(s[j], K::field(low[w], f), K::field(high[w], f), K::field(low_odd, f), K::field(high_odd, f), b[0],
-                     b[1]);
+        mma_m16n8k16(products[j], K::field(low[w], f), K::field(high[w], f), K::field(low_odd, f),
+                     K::field(high_odd, f), b[0], b[1]);
       }
     }
   }
 
-  // Parameters of tokens 8 i + g. The whole word is the scale, its low half the offset.
-  uint32_t k_words[8], v_words[8];
-  load_words(k_words, record + Config::kKParams + g * 32);
-  load_words(v_words, record + Config::kVParams + g * 32);
-  if (masked) {
+  // This lane's tokens are 8 (first + i) + g, for i below kTokens.
+  constexpr int kTokens = 2 * S::kBlocks;
+  const int half = Config::kHalves ? c / 2 : 0, first = half * kTokens;
+  float s[kTokens][2];
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (position + 8 * i + g >= length) k_words[i] = v_words[i] = 0;
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float scale = __uint_as_float(k_words[i]), offset = __uint_as_float(k_words[i] << 16);
+  for (int i = 0; i < kTokens; ++i)
 #pragma unroll
     for (int col = 0; col < 2; ++col) {
-      float& x = s[i / 2][i % 2 * 2 + col];
-      x = fmaf(scale * query.score_unit[col], x, offset * query.sum[col]);
+      s[i][col] = products[i / 2][i % 2 * 2 + col];
+      if (Config::kHalves && half) s[i][col] = products[i / 2 + 2][i % 2 * 2 + col];
     }
+
+  // Parameters: the whole word is the scale, its low half the offset.
+  uint32_t k_words[kTokens], v_words[kTokens];
+  load_words(k_words, record + Config::kKParams + g * 32 + first * 4);
+  load_words(v_words, record + Config::kVParams + g * 32 + first * 4);
+  const int first_key = position + 8 * first + g;
+  if (masked) {
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i)
+      if (first_key + 8 * i >= length) k_words[i] = v_words[i] = 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kTokens; ++i) {
+    const float scale = __uint_as_float(k_words[i]), offset = __uint_as_float(k_words[i] << 16);
+#pragma unroll
+    for (int col = 0; col < 2; ++col)
+      s[i][col] = fmaf(scale * query.score_unit[col], s[i][col], offset * query.sum[col]);
   }
   if (args.softcap > 0.f) {
     const float cap = args.softcap * 1.4426950408889634f;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      // tanh(y) = 1 - 2 / (1 + e^2y): exact at both ends, where e^2y is 0 or infinite.
-      float& x = s[i / 4][i % 4];
-      x = cap * (1.f - __fdividef(2.f, 1.f + ex2(x * (2.f * 1.4426950408889634f / cap))));
-    }
+    for (int i = 0; i < kTokens; ++i)
+#pragma unroll
+      for (int col = 0; col < 2; ++col)
+        // tanh(y) = 1 - 2 / (1 + e^2y): exact at both ends, where e^2y is 0 or infinite.
+        s[i][col] = cap * (1.f - __fdividef(2.f, 1.f + ex2(s[i][col] * (2.f * 1.4426950408889634f / cap))));
   }
   if (masked) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
+    for (int col = 0; col < 2; ++col) {
+      const int last = length - args.tail + ((2 * c + col) & S::kRowMask) / args.group;
 #pragma unroll
-      for (int col = 0; col < 2; ++col) {
-        const int key = position + 8 * i + g;
-        const int last = length - args.tail + (2 * c + col) / args.group;
-        if (key > last || (args.window_left >= 0 && key < last - args.window_left)) s[i / 2][i % 2 * 2 + col] = -CUDART_INF_F;
+      for (int i = 0; i < kTokens; ++i) {
+        const int key = first_key + 8 * i;
+        if (key > last || (args.window_left >= 0 && key < last - args.window_left)) s[i][col] = -CUDART_INF_F;
       }
+    }
   }
 
   // The maximum is that of p * v_scale, so that the second product's operand stays within fp16's range.
   float rise[2] = {-CUDART_INF_F, -CUDART_INF_F};
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < kTokens; ++i) {
     const float weight = fmaxf(lg2(__uint_as_float(v_words[i])), -40.f);
 #pragma unroll
-    for (int col = 0; col < 2; ++col) rise[col] = fmaxf(rise[col], s[i / 2][i % 2 * 2 + col] + weight);
+    for (int col = 0; col < 2; ++col) rise[col] = fmaxf(rise[col], s[i][col] + weight);
   }
   if (__any_sync(kAllLanes, rise[0] > state.max[0] + kLazyRise || rise[1] > state.max[1] + kLazyRise)) {
 #pragma unroll
@@ -289,20 +307,26 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
     }
   }
 
-  // P^T as B operand, two tokens a register.
+  // P^T as B operand, two tokens a register. A half's columns are zero for the other half's tokens.
   uint32_t p[4][2];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < kTokens; ++i) {
     const float scale = __uint_as_float(v_words[i]), offset = __uint_as_float(v_words[i] << 16);
     float e[2];
 #pragma unroll
     for (int col = 0; col < 2; ++col) {
-      e[col] = ex2(s[i / 2][i % 2 * 2 + col] - state.max[col]);
+      e[col] = ex2(s[i][col] - state.max[col]);
       state.sum[col] += e[col];
       state.offset[col] = fmaf(e[col], offset, state.offset[col]);
     }
     const __half2 pair = __floats2half2_rn(e[0] * scale, e[1] * scale);
-    p[i / 2][i % 2] = movmatrix_trans(*reinterpret_cast<const uint32_t*>(&pair));
+    const uint32_t bits = *reinterpret_cast<const uint32_t*>(&pair);
+    if constexpr (Config::kHalves) {
+      p[i / 2][i % 2] = movmatrix_trans(half ? 0u : bits);
+      p[i / 2 + 2][i % 2] = movmatrix_trans(half ? bits : 0u);
+    } else {
+      p[i / 2][i % 2] = movmatrix_trans(bits);
+    }
   }
 
   // O^T += V^T P^T: rows are channels 16 t + g and 16 t + 8 + g.
@@ -335,6 +359,17 @@ __device__ __forceinline__ void finish_state(State<Config>& state, Begin begin, 
     for (int d = 4; d < 32; d *= 2) {
       state.sum[col] += __shfl_xor_sync(kAllLanes, state.sum[col], d);
       state.offset[col] += __shfl_xor_sync(kAllLanes, state.offset[col], d);
+    }
+    if constexpr (Config::kHalves) {  // lanes c and c ^ 2 have the same row
+      const float top = fmaxf(state.max[col], __shfl_xor_sync(kAllLanes, state.max[col], 2));
+      const float factor = ex2(state.max[col] - top);
+      auto merge = [&](float x) { return x * factor + __shfl_xor_sync(kAllLanes, x * factor, 2); };
+      state.max[col] = top;
+      state.sum[col] = merge(state.sum[col]);
+      state.offset[col] = merge(state.offset[col]);
+#pragma unroll
+      for (int t = 0; t < S::kTiles; ++t)
+        state.o[t][col] = merge(state.o[t][col]), state.o[t][col + 2] = merge(state.o[t][col + 2]);
     }
     const auto begun = begin(2 * c + col, state.max[col], state.sum[col]);
 #pragma unroll
