@@ -264,13 +264,13 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
       s[i][col] = fmaf(scale * query.score_unit[col], s[i][col], offset * query.sum[col]);
   }
   if (args.softcap > 0.f) {
-    const float cap = args.softcap * 1.4426950408889634f;
+    const float cap = args.softcap * 1.4426950408889634f, slope = __fdividef(2.f * 1.4426950408889634f, cap);
 #pragma unroll
     for (int i = 0; i < kTokens; ++i)
 #pragma unroll
       for (int col = 0; col < 2; ++col)
         // tanh(y) = 1 - 2 / (1 + e^2y): exact at both ends, where e^2y is 0 or infinite.
-        s[i][col] = cap * (1.f - __fdividef(2.f, 1.f + ex2(s[i][col] * (2.f * 1.4426950408889634f / cap))));
+        s[i][col] = cap * (1.f - __fdividef(2.f, 1.f + ex2(s[i][col] * slope)));
   }
   if (masked) {
 #pragma unroll
@@ -611,17 +611,17 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   };
 
   // Records are fetched kStages ahead, across the borders of segments.
-  auto fetch = [&](int i) {
+  auto fetch = [&](int i, int stage) {
     if (i - looked_up >= 32) look_up(i);
     if (lane == i - looked_up) {
-      const int stage = i % Config::kStages;
       const uint32_t barrier = smem_address(&smem.full[warp][stage]);
       smem.units[warp][stage] = unit_of;
       mbarrier_arrive_expect_tx(barrier, unit_of.page >= 0 ? Config::kRecordBytes : 0);
-      if (unit_of.page >= 0) cp_async_bulk(smem_address(smem.records[warp][stage]), record_of, Config::kRecordBytes, barrier);
+      if (unit_of.page >= 0)
+        cp_async_bulk(smem_address(smem.records[warp][stage]), record_of, Config::kRecordBytes, barrier);
     }
   };
-  for (int i = 0; i < min(Config::kStages, count); ++i) fetch(i);
+  for (int i = 0; i < min(Config::kStages, count); ++i) fetch(i, i);
   __syncwarp();
 
   int segment = -1;
@@ -659,8 +659,8 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
           });
     }
   };
+  int stage = 0, phase = 0;
   for (int i = 0;; ++i) {
-    const int stage = i % Config::kStages;
     const Unit unit = i < count ? smem.units[warp][stage] : Unit{-1, -1};
     if (unit.segment != segment) {
       if (segment >= 0) finish_segment(i == count);
@@ -672,7 +672,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       }
     }
     if (i >= count) break;
-    mbarrier_wait(smem_address(&smem.full[warp][stage]), i / Config::kStages % 2);
+    mbarrier_wait(smem_address(&smem.full[warp][stage]), phase);
     if (unit.page >= 0) {
       const int position = (visible.first_page + unit.page) * kPageSize;
       const bool masked = position + kPageSize > visible.length - args.tail + 1 ||
@@ -680,8 +680,10 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       attend_page(args, smem.records[warp][stage], query, state, position, visible.length, masked);
     }
     __syncwarp();
-    if (i + Config::kStages < count) fetch(i + Config::kStages);
+    if (i + Config::kStages < count) fetch(i + Config::kStages, stage);
     __syncwarp();
+    stage = stage + 1 == Config::kStages ? 0 : stage + 1;
+    phase ^= stage == 0;
   }
   __syncthreads();
 
