@@ -1,0 +1,152 @@
+"""The Hopper decode kernel, where one is served: whatever the reference does not exercise."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from helpers import Batch, i32, make_batch, oracle, relative_error
+
+import foscar
+from foscar.cuda.config import unsupported
+from foscar.layout import HEAD_DIMS
+from foscar.ops import backend
+
+pytestmark = pytest.mark.gpu
+BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 3e-3}
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    device = torch.device("cuda", 0)
+    reason = unsupported(foscar.CacheSpec.token_wise(2, 1, 64), torch.bfloat16, torch.cuda.get_device_capability(0))
+    if reason is not None:
+        pytest.skip(reason)
+    return device
+
+
+def check(batch: Batch, q: torch.Tensor, **options: object) -> None:
+    assert backend(batch.cache.spec, q.dtype, q.device)[0] == "cuda"
+    out = torch.full_like(q, torch.nan)
+    _, lse = foscar.decode_attention(q, batch.cache, **batch.tables, out=out, return_lse=True, **options)
+    compare(batch, q, out, lse, **options)
+
+
+def compare(batch: Batch, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, **options: object) -> None:
+    for b, (k, v) in enumerate(batch.dequantized()):
+        want, want_lse = oracle(q[b], k, v, **options)  # type: ignore[arg-type]
+        assert relative_error(out[b], want) <= BOUNDS[q.dtype]
+        empty = want_lse == -torch.inf
+        assert torch.equal(lse[b] == -torch.inf, empty) and (out[b][empty] == 0).all()
+        assert torch.allclose(lse[b][~empty].double(), want_lse[~empty], rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 64])
+@pytest.mark.parametrize("q_len", [1, 2, 3, 8])
+def test_groups_and_query_tokens(group: int, q_len: int, gpu: torch.device) -> None:
+    spec = foscar.CacheSpec.token_wise(2, 2, 128, v_bits=4)
+    batch = make_batch(spec, [0, 1, 5, 64, 65, 1000], gpu, torch.bfloat16)
+    q = torch.randn(6, q_len, 2 * group, 128, device=gpu).bfloat16()
+    check(batch, q, softcap=20.0, window=300, sinks=torch.randn(2 * group, device=gpu))
+
+
+def test_random_calls(gpu: torch.device) -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        spec = foscar.CacheSpec.token_wise(
+            rng.choice([2, 4]), rng.choice([1, 2, 3, 8]), rng.choice(HEAD_DIMS), v_bits=rng.choice([2, 4])
+        )
+        top = rng.choice([3, 70, 700, 6000])
+        lengths = [rng.choice([0, 1, 63, 64, 65, rng.randrange(top), top]) for _ in range(rng.choice([1, 2, 5, 33]))]
+        dtype = rng.choice(list(BOUNDS))
+        batch = make_batch(spec, lengths, gpu, torch.bfloat16)
+        group, q_len = rng.choice([1, 3, 4, 7, 8]), rng.choice([1, 1, 1, 2, 4])
+        q = torch.randn(len(lengths), q_len, spec.num_kv_heads * group, spec.head_dim, device=gpu).to(dtype)
+        options = {
+            "softcap": rng.choice([None, 3.0]),
+            "window": rng.choice([None, 0, 100]),
+            "sinks": rng.choice([None, torch.randn(q.shape[2], device=gpu)]),
+        }
+        check(batch, q, **options)
+
+
+def test_graph_replayed_with_other_lengths_and_tables(gpu: torch.device) -> None:
+    spec = foscar.CacheSpec.token_wise(2, 4, 128)
+    batches = [make_batch(spec, lens, gpu, torch.bfloat16) for lens in ([9000, 64, 0, 700], [3, 8000, 8999, 64])]
+    table, lens = batches[0].block_table.clone(), batches[0].seq_lens.clone()
+    pages = batches[0].cache.pages.clone()
+    cache = foscar.PagedKVCache(spec, pages.shape[0], gpu)
+    q = torch.randn(4, 1, 16, 128, device=gpu).bfloat16()
+    out, stream = torch.empty_like(q), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        foscar.decode_attention(q, cache, table, lens * 0, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        _, lse = foscar.decode_attention(q, cache, table, lens, out=out, return_lse=True)
+    for _ in range(3):
+        for batch in batches:
+            q.copy_(torch.randn_like(q))
+            table.copy_(batch.block_table)
+            lens.copy_(batch.seq_lens)
+            cache.pages.copy_(batch.cache.pages)
+            out.fill_(torch.nan)
+            graph.replay()
+            compare(batch, q, out, lse)
+
+
+def test_two_streams_and_two_caches(gpu: torch.device) -> None:
+    spec = foscar.CacheSpec.token_wise(4, 2, 64)
+    batches = [make_batch(spec, [20_000, 3, 777], gpu, torch.bfloat16) for _ in range(2)]
+    q = torch.randn(3, 1, 8, 64, device=gpu).half()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results: list[list[torch.Tensor]] = [[], []]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[i].append(foscar.decode_attention(q, batches[i].cache, **batches[i].tables))
+    torch.cuda.synchronize()
+    for i, outs in enumerate(results):
+        want = foscar.decode_attention(q, batches[i].cache, **batches[i].tables)
+        for b, (k, v) in enumerate(batches[i].dequantized()):
+            assert relative_error(want[b], oracle(q[b], k, v)[0]) <= 1e-3
+        assert all(torch.allclose(out, want, atol=2e-3) for out in outs)
+
+
+def test_pages_beyond_4_gib(gpu: torch.device) -> None:
+    spec = foscar.CacheSpec.token_wise(4, 8, 128)
+    num_pages = (5 << 30) // (8 * spec.record_bytes)
+    cache = foscar.PagedKVCache(spec, num_pages, gpu)
+    cache.pages.fill_(0xFF)
+    table = torch.tensor([[num_pages - 1, 0, num_pages - 2], [num_pages // 2, num_pages - 3, 1]], dtype=torch.int32)
+    kv = torch.randn(2, 300, 8, 128, device=gpu).bfloat16()
+    foscar.append(cache, kv[0], kv[1], table.to(gpu), i32([0, 0], gpu), i32([0, 170, 300], gpu))
+    batch = Batch(cache, table.to(gpu), i32([170, 130], gpu), i32([0, 1], gpu), [], [])
+    check(batch, torch.randn(2, 1, 32, 128, device=gpu).bfloat16())
+
+
+@pytest.mark.parametrize("batch_size", [257, 1024])
+def test_many_sequences(batch_size: int, gpu: torch.device) -> None:
+    lengths = [i * 37 % 131 for i in range(batch_size)]
+    batch = make_batch(foscar.CacheSpec.token_wise(2, 2, 64), lengths, gpu, torch.bfloat16)
+    check(batch, torch.randn(batch_size, 1, 8, 64, device=gpu).bfloat16())
+
+
+def test_nothing_is_written_beside_the_output(gpu: torch.device) -> None:
+    batch = make_batch(foscar.CacheSpec.token_wise(2, 3, 128), [5000, 64, 0], gpu, torch.bfloat16)
+    q = torch.randn(3, 2, 15, 128, device=gpu).bfloat16()
+    room = torch.full((5, 4, 17, 160), 7.0, device=gpu, dtype=torch.bfloat16)
+    out = room[1:4, 1:3, 1:16, 16:144]
+    _, lse = foscar.decode_attention(q, batch.cache, **batch.tables, out=out, return_lse=True)
+    compare(batch, q, out, lse)
+    untouched = torch.ones_like(room, dtype=torch.bool)
+    untouched[1:4, 1:3, 1:16, 16:144] = False
+    assert (room[untouched] == 7).all()
+
+
+def test_unaligned_queries(gpu: torch.device) -> None:
+    batch = make_batch(foscar.CacheSpec.token_wise(4, 2, 64), [500], gpu, torch.bfloat16)
+    room = torch.randn(1, 1, 8, 67, device=gpu).bfloat16()
+    check(batch, room[..., 3:])
