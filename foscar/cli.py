@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,6 +78,31 @@ def info(json_file: Json = None) -> None:
     _write(json_file, found)
 
 
+@app.command()
+def kernels(
+    arch: Annotated[str, typer.Option(help="Architecture to compile for; needs no GPU.")] = "sm_90a",
+    json_file: Json = None,
+) -> None:
+    """Compile every kernel and show its registers, spills, shared memory and instructions."""
+    from foscar.cuda import inspect
+    from foscar.cuda.compiler import CompileError
+
+    _check_writable(json_file)
+    variants = list(inspect.shipped_variants())
+    reports = []
+    try:
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("compiling", total=len(variants))
+            for variant in variants:
+                progress.update(task, description=variant.name)
+                reports.append(inspect.inspect(variant, arch))
+                progress.advance(task)
+    except (CompileError, inspect.ToolMissingError) as error:
+        raise _failure(str(error)) from error
+    console.print(inspect.table(reports))
+    _write(json_file, [asdict(report) for report in reports])
+
+
 def _failure(message: str) -> typer.Exit:
     console.print(f"error: {message}", style="red", markup=False)
     return typer.Exit(1)
@@ -89,7 +115,7 @@ def _check_writable(*paths: Path | None) -> None:
             raise _failure(f"{path}: there is no such folder")
 
 
-def _write(path: Path | None, data: dict[str, Any]) -> None:
+def _write(path: Path | None, data: dict[str, Any] | list[dict[str, Any]]) -> None:
     if path is not None:
         path.write_text(json.dumps(data, indent=2) + "\n")
         console.print(f"JSON: {path}", markup=False)

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
-import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import foscar
-from foscar.cuda import compiler
+from foscar.cli import app
+from foscar.cuda import compiler, inspect
 from foscar.cuda.compiler import CompileError, compile_cubin
 from foscar.cuda.config import ARCHITECTURES, DecodeConfig, unsupported
-from foscar.layout import HEAD_DIMS
 
-cuda_pathfinder = pytest.importorskip("cuda.pathfinder", reason="the CUDA wheels are not installed")
+pytest.importorskip("cuda.pathfinder", reason="the CUDA wheels are not installed")
 
-SPECS = [
-    foscar.CacheSpec.token_wise(k_bits, 8, head_dim, v_bits=v_bits)
-    for head_dim in HEAD_DIMS
-    for k_bits in (2, 4)
-    for v_bits in (2, 4)
-]
-
-
-def tool(name: str) -> str:
-    path = cuda_pathfinder.find_nvidia_binary_utility(name) or shutil.which(name)
-    if path is None:
-        pytest.skip(f"{name} is not installed")
-    return str(path)
+SPEC = foscar.CacheSpec.token_wise(2, 8, 128)
 
 
 @pytest.fixture
@@ -41,33 +29,54 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 4), (torch.bfloat16, 8), (torch.float16, 4)], ids=str)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_every_variant_compiles_without_spills(
-    spec: foscar.CacheSpec, dtype: torch.dtype, rows: int, arch: str, tmp_path: Path
-) -> None:
-    config = DecodeConfig.choose(spec, dtype, rows)
-    cubin = tmp_path / f"{config.name}.cubin"
-    cubin.write_bytes(compile_cubin(config.source(), arch, config.name))
-    usage = subprocess.run(
-        [tool("cuobjdump"), "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
-    ).stdout
-    registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
-    assert registers * config.warps * 32 * config.ctas <= 65536
-    assert stack == local == 0
+@pytest.mark.parametrize("config", list(inspect.shipped_variants()), ids=lambda config: config.name)
+def test_what_the_compiler_makes_of_each_variant(config: DecodeConfig, arch: str) -> None:
+    try:
+        report = inspect.inspect(config, arch)
+    except inspect.ToolMissingError as error:
+        pytest.skip(str(error))
+    assert report.registers * config.warps * 32 * config.ctas <= 65536
+    assert report.spill_bytes == 0
     assert (config.shared_bytes(256) + 1024) * config.ctas <= 227 * 1024
     assert config.stages >= 2
+    # Only 16-bit products, as many as a page has operands, and no conversion beyond a mask or half a shift of a pair.
+    steps = 4 * (-(-report.head_dim // 64) * 64 // 16 + report.head_dim // 16)
+    assert report.opcodes == {"HMMA.16816.F32": steps}
+    assert report.alu_per_element <= 0.7 * steps / (8 * report.head_dim // 16)
 
 
-def test_codes_reach_the_tensor_cores(tmp_path: Path) -> None:
-    config = DecodeConfig.choose(foscar.CacheSpec.token_wise(2, 8, 128), torch.bfloat16, 4)
-    cubin = tmp_path / "decode.cubin"
-    cubin.write_bytes(compile_cubin(config.source(), "sm_90a", config.name))
-    sass = subprocess.run([tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True).stdout
-    # One page: 4 blocks of 16 tokens, 8 products each for K and for V, and no conversion of a code anywhere.
-    assert len(re.findall(r"HMMA\.16816\.F32 ", sass)) == 64
-    assert "UBLKCP" in sass
-    assert not re.search(r"\bI2F", sass.split("HMMA")[5])
+def test_16_bit_variants_differ_in_their_type_alone() -> None:
+    spec = foscar.CacheSpec.token_wise(2, 8, 128)
+    sources = [DecodeConfig.choose(spec, dtype, 4).source() for dtype in (torch.bfloat16, torch.float16)]
+    assert sources[0].replace("__nv_bfloat16", "__half") == sources[1]
+    for source in sources:
+        assert compile_cubin(source, "sm_90a", "decode")
+
+
+def test_rows_choose_the_variant() -> None:
+    spec = foscar.CacheSpec.token_wise(2, 8, 128)
+    assert [DecodeConfig.choose(spec, torch.float16, rows).halves for rows in (1, 4, 5, 8)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_kernels_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "shipped_variants", lambda: [DecodeConfig.choose(SPEC, torch.bfloat16, 4)])
+    output = tmp_path / "kernels.json"
+    result = CliRunner().invoke(app, ["kernels", "--json", str(output)], env={"COLUMNS": "200"}, catch_exceptions=False)
+    assert result.exit_code == 0 and "decode_k2v2_d128_r4_bf16" in result.stdout
+    (report,) = json.loads(output.read_text())
+    assert {"name", "arch", "k_bits", "v_bits", "head_dim", "registers", "spill_bytes", "shared_bytes"} <= set(report)
+    assert report["alu_per_element"] < 0.6 and report["opcodes"] == {"HMMA.16816.F32": 64}
+    bad = CliRunner().invoke(app, ["kernels", "--arch", "sm_80"], env={"COLUMNS": "200"})
+    assert bad.exit_code == 1 and "decode_k2v2_d128_r4_bf16 for sm_80" in bad.stdout
+    monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    missing = CliRunner().invoke(app, ["kernels"], env={"COLUMNS": "200"})
+    assert missing.exit_code == 1 and "cuobjdump is not installed" in missing.stdout
 
 
 def test_what_kernels_do_not_serve() -> None:

@@ -19,7 +19,7 @@ LAYERS = [
     ["layout", "merge"],
     ["reference.quant", "reference.records", "reference.cache", "reference.attention"],
     ["cuda.config", "cuda.compiler"],
-    ["cuda.decode"],
+    ["cuda.decode", "cuda.inspect"],
     ["ops"],
     ["cache"],
     ["attention", "sequences"],

@@ -535,6 +535,18 @@ struct Shares {
   }
 };
 
+// The CTAs that work, and this one's run of units. Few units take few CTAs: each is a partial to merge.
+struct CtaRun {
+  int ctas;
+  Shares shares;
+  int first, stop;
+  __device__ __forceinline__ CtaRun(int total, int fewest)
+      : ctas(min(static_cast<int>(gridDim.x), (total + fewest - 1) / fewest)),
+        shares(total, ctas),
+        first(shares.begin(blockIdx.x)),
+        stop(shares.begin(blockIdx.x + 1)) {}
+};
+
 template <typename Config>
 __device__ __forceinline__ void decode(const DecodeArguments& args) {
   using S = Shape<Config>;
@@ -572,16 +584,15 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     __syncthreads();
   }
 
-  // This CTA's run of units, and this warp's part of it. Few units take few CTAs: each is a partial to merge.
-  const int total = carried * args.num_kv_heads;
   constexpr int kFewest = Config::kWarps * Config::kMinUnits;
-  const int ctas = min(static_cast<int>(gridDim.x), (total + kFewest - 1) / kFewest);
-  const int cta = blockIdx.x;
-  if (cta >= ctas) return;
-  const Shares shares(total, ctas);
-  const int cta_first = shares.begin(cta), cta_stop = shares.begin(cta + 1);
-  const Shares warp_shares(cta_stop - cta_first, Config::kWarps);
-  const int first = cta_first + warp_shares.begin(warp), count = cta_first + warp_shares.begin(warp + 1) - first;
+  int first, count;  // this warp's units
+  {
+    const CtaRun run(carried * args.num_kv_heads, kFewest);
+    if (static_cast<int>(blockIdx.x) >= run.ctas) return;
+    const Shares warp_shares(run.stop - run.first, Config::kWarps);
+    first = run.first + warp_shares.begin(warp);
+    count = run.first + warp_shares.begin(warp + 1) - first;
+  }
 
   // The lanes look up where units are, 32 at a time: lane i has unit `looked_up + i` of this warp.
   int looked_up = -32;
@@ -629,7 +640,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   Query<Config> query;
   State<Config> state;
   const int rows = args.q_len * args.group;
-  float* const spilled = args.warp_partials + static_cast<int64_t>(cta) * Config::kWarps * S::kPartialFloats;
+  float* const spilled = args.warp_partials + static_cast<int64_t>(blockIdx.x) * Config::kWarps * S::kPartialFloats;
   auto finish_segment = [&](bool is_last) {
     const Span span = segment_span(args, smem.cumulative, segment);
     if (span.first >= first && span.stop <= first + count) {
@@ -689,6 +700,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
 
   // Partials of one segment are neighbours in the order of warps. At most two segments reach beyond this CTA, its first
   // and its last: their parts are left for the CTA that arrives last.
+  const CtaRun run(smem.cumulative[args.batch] * args.num_kv_heads, kFewest);  // again, to keep registers for the loop
   int first_shared = -1, last_shared = -1;
 #pragma unroll 1
   for (int slot = 0; slot < 2 * Config::kWarps;) {
@@ -696,10 +708,10 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     if (merged < 0) continue;
     while (slot < 2 * Config::kWarps && (smem.partial_segments[slot] < 0 || smem.partial_segments[slot] == merged)) ++slot;
     const Span span = segment_span(args, smem.cumulative, merged);
-    const bool alone = span.first >= cta_first && span.stop <= cta_stop;
+    const bool alone = span.first >= run.first && span.stop <= run.stop;
     // Of a segment's CTAs, the first leaves its part in its second place, the others in their first.
-    const bool begins_here = span.first >= cta_first;
-    float* const part = args.cta_partials + (2 * static_cast<int64_t>(cta) + begins_here) * S::kPartialFloats;
+    const bool begins_here = span.first >= run.first;
+    float* const part = args.cta_partials + (2 * static_cast<int64_t>(blockIdx.x) + begins_here) * S::kPartialFloats;
     merge_warps(smem, spilled, rows, first_slot, slot, [&](int row, int channel, float4 out, float max, float sum) {
       if (alone) {
         write_output<Config>(args, merged, row, channel, out, max, sum);
@@ -717,8 +729,8 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     const int merged = i ? last_shared : first_shared;
     if (merged < 0) continue;
     const Span span = segment_span(args, smem.cumulative, merged);
-    const int first_cta = shares.owner(span.first);
-    const int parts = shares.owner(span.stop - 1) - first_cta + 1;
+    const int first_cta = run.shares.owner(span.first);
+    const int parts = run.shares.owner(span.stop - 1) - first_cta + 1;
     if (thread == 0) {
       __threadfence();
       uint32_t* const arrivals = args.arrivals + merged;

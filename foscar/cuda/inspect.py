@@ -1,0 +1,143 @@
+"""What the compiler made of the kernels: resources and machine code. Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from foscar.cuda.compiler import compile_cubin
+from foscar.cuda.config import MAX_ROWS, DecodeConfig
+from foscar.layout import HEAD_DIMS, PAGE_SIZE, CacheSpec
+
+# A field of both halves of a word, and the shift that brings the odd bytes down.
+_MASKS = r"0x(?:30003|c000c|300030|c000c0|f000f|f000f0)\b"
+_UNPACK = re.compile(rf"\b(?:LOP3\.LUT.*{_MASKS}|SHF\.R\.U32\.HI R\d+, RZ, 0x8,)")
+# Other ways to turn codes into operands; there should be none of them among the products.
+_CONVERT = re.compile(r"\b(?:PRMT|I2F\w*|I2FP\S*|F2F\w*|SGXT|BFE|HADD2\.F32)\b")
+_TENSOR = re.compile(r"\b((?:H|I|Q|HG|IG|QG)MMA\.[\w.]+)")
+
+
+class ToolMissingError(RuntimeError):
+    """A disassembler is not installed."""
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """One variant.
+
+    Attributes
+    ----------
+    name, arch : str
+        The variant, and what it was compiled for.
+    k_bits, v_bits, head_dim, rows : int
+        What it reads, and the most query rows of a KV head that it takes.
+    warps, stages, ctas : int
+        Warps of a CTA, records in flight for each, CTAs of an SM.
+    registers : int
+        Of a thread.
+    spill_bytes : int
+        Stack of a thread.
+    shared_bytes : int
+        Dynamic shared memory of a CTA, for a batch of one.
+    alu_per_element : float
+        Instructions that turn codes into operands, for each element of K and V.
+    opcodes : dict
+        Tensor-core instructions of a page, and how many.
+    """
+
+    name: str
+    arch: str
+    k_bits: int
+    v_bits: int
+    head_dim: int
+    rows: int
+    warps: int
+    stages: int
+    ctas: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    alu_per_element: float
+    opcodes: dict[str, int]
+
+
+def shipped_variants() -> Iterator[DecodeConfig]:
+    """Yield every variant that `DecodeConfig.choose` can pick, but for fp16's, which differ only in load and store."""
+    for head_dim in HEAD_DIMS:
+        for k_bits in (2, 4):
+            for v_bits in (2, 4):
+                for rows in (MAX_ROWS // 2, MAX_ROWS):
+                    spec = CacheSpec.token_wise(k_bits, 1, head_dim, v_bits=v_bits)
+                    yield DecodeConfig.choose(spec, torch.bfloat16, rows)
+
+
+def inspect(config: DecodeConfig, arch: str) -> KernelReport:
+    """Compile a variant and read resources and instructions off its cubin.
+
+    Raises
+    ------
+    ToolMissingError
+        If cuobjdump or nvdisasm is not installed; both are among the ``dev`` requirements.
+    CompileError
+        If the kernel does not compile.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / f"{config.name}.cubin"
+        cubin.write_bytes(compile_cubin(config.source(), arch, config.name))
+        usage = _run("cuobjdump", "--dump-resource-usage", cubin)
+        sass = _run("nvdisasm", "-c", cubin).splitlines()
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
+    products = [i for i, line in enumerate(sass) if _TENSOR.search(line)]
+    opcodes: dict[str, int] = {}
+    for i in products:
+        name = _TENSOR.findall(sass[i])[0]
+        opcodes[name] = opcodes.get(name, 0) + 1
+    unpacking = sum(bool(_UNPACK.search(line)) for line in sass)
+    converting = sum(bool(_CONVERT.search(line)) for line in sass[products[0] : products[-1] + 1])
+    elements = 2 * PAGE_SIZE * config.spec.head_dim // 32  # of a lane
+    return KernelReport(
+        config.name,
+        arch,
+        config.spec.k.bits,
+        config.spec.v.bits,
+        config.spec.head_dim,
+        MAX_ROWS // 2 if config.halves else MAX_ROWS,
+        config.warps,
+        config.stages,
+        config.ctas,
+        registers,
+        stack,
+        config.shared_bytes(1),
+        round((unpacking + converting) / elements, 3),
+        opcodes,
+    )
+
+
+def table(reports: list[KernelReport]) -> Table:
+    """Lay reports out for a terminal."""
+    result = Table(title=f"{len(reports)} kernels for {reports[0].arch}")
+    for column in ("kernel", "registers", "spills", "shared", "CTAs x warps x stages", "ALU/element", "tensor cores"):
+        result.add_column(column, justify="left" if column in ("kernel", "tensor cores") else "right")
+    for r in reports:
+        shape = f"{r.ctas} x {r.warps} x {r.stages}"
+        opcodes = ", ".join(f"{count} {name}" for name, count in r.opcodes.items())
+        alu = f"{r.alu_per_element:.3f}"
+        result.add_row(r.name, str(r.registers), str(r.spill_bytes), str(r.shared_bytes), shape, alu, opcodes)
+    return result
+
+
+def _run(tool: str, *arguments: str | Path) -> str:
+    import cuda.pathfinder
+
+    path = cuda.pathfinder.find_nvidia_binary_utility(tool) or shutil.which(tool)
+    if path is None:
+        raise ToolMissingError(f"{tool} is not installed; it is among the requirements of foscar[dev]")
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
