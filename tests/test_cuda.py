@@ -15,7 +15,7 @@ import foscar
 from foscar.cli import app
 from foscar.cuda import compiler, inspect
 from foscar.cuda.compiler import CompileError, compile_cubin
-from foscar.cuda.config import ARCHITECTURES, DecodeConfig, unsupported
+from foscar.cuda.config import ARCHITECTURES, SM_PARTIAL_FLOATS, DecodeConfig, unsupported
 
 pytest.importorskip("cuda.pathfinder", reason="the CUDA wheels are not installed")
 
@@ -51,6 +51,11 @@ def test_16_bit_variants_differ_in_their_type_alone() -> None:
     assert sources[0].replace("__nv_bfloat16", "__half") == sources[1]
     for source in sources:
         assert compile_cubin(source, "sm_90a", "decode")
+
+
+@pytest.mark.parametrize("config", list(inspect.shipped_variants()), ids=lambda config: config.name)
+def test_the_workspace_has_room_for_each_variant(config: DecodeConfig) -> None:
+    assert config.ctas * (config.warps + 2) * config.partial_floats <= SM_PARTIAL_FLOATS
 
 
 def test_rows_choose_the_variant() -> None:

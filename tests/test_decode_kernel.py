@@ -9,6 +9,7 @@ import torch
 from helpers import Batch, i32, make_batch, oracle, relative_error
 
 import foscar
+from foscar.cuda import decode as decode_kernel
 from foscar.cuda.config import unsupported
 from foscar.layout import HEAD_DIMS
 from foscar.ops import backend
@@ -94,6 +95,31 @@ def test_graph_replayed_with_other_lengths_and_tables(gpu: torch.device) -> None
             out.fill_(torch.nan)
             graph.replay()
             compare(batch, q, out, lse)
+
+
+def test_graphs_may_be_replayed_in_any_order(gpu: torch.device) -> None:
+    """None of them owns the workspace that they share, whatever stream it was captured on."""
+    spec = foscar.CacheSpec.token_wise(4, 2, 128)
+    batches = [make_batch(spec, lens, gpu, torch.bfloat16) for lens in ([9000, 5], [20_000], [3000] * 3)]
+    decode_kernel._workspaces.clear()
+    captured = []
+    for batch in batches:
+        q = torch.randn(len(batch.k), 1, 8, 128, device=gpu).bfloat16()
+        if not captured:
+            with (
+                pytest.raises(ValueError, match="must first be attended to once outside"),
+                torch.cuda.graph(torch.cuda.CUDAGraph()),
+            ):
+                foscar.decode_attention(q, batch.cache, **batch.tables)
+            foscar.decode_attention(q, batch.cache, **batch.tables)
+        graph, out = torch.cuda.CUDAGraph(), torch.empty_like(q)
+        with torch.cuda.graph(graph):
+            _, lse = foscar.decode_attention(q, batch.cache, **batch.tables, out=out, return_lse=True)
+        captured.append((batch, q, graph, out, lse))
+    for batch, q, graph, out, lse in [*captured[::-1], *captured]:
+        out.fill_(torch.nan)
+        graph.replay()
+        compare(batch, q, out, lse)
 
 
 def test_two_streams_and_two_caches(gpu: torch.device) -> None:

@@ -14,6 +14,9 @@ _TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 # Shared memory of an SM that CTAs can have on Hopper, and what a CTA needs beside its stages.
 _SM_SHARED_BYTES = 227 * 1024
 _EXTRA_BYTES = 1024 + 2048
+# Partial results of an SM, of whichever variant: one for each of 8 warps and two for the CTA, of 2 CTAs with head_dim
+# up to 128 or of 1 with 256.
+SM_PARTIAL_FLOATS = (8 + 2) * 2 * MAX_ROWS * (128 + 2)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from foscar._checks import refuse
 from foscar.cuda.compiler import compile_cubin
-from foscar.cuda.config import MAX_ROWS, DecodeConfig
+from foscar.cuda.config import MAX_ROWS, SM_PARTIAL_FLOATS, DecodeConfig
 from foscar.layout import CacheSpec
 
 logger = logging.getLogger("foscar")
@@ -75,13 +76,31 @@ def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, device: int) -> _Ker
     return _Kernel(function, config, config.ctas * properties.multi_processor_count, limit)
 
 
-@functools.cache
-def _workspace(device: int, stream: int, floats: int, segments: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for partial results, and arrival counters, which every launch leaves at zero."""
-    return (
-        torch.empty(floats, dtype=torch.float32, device=device),
-        torch.zeros(segments, dtype=torch.int32, device=device),
-    )
+# Partial results and arrival counters, by device, stream (0: all captured graphs) and number of counters.
+_workspaces: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _workspace(device: int, stream: int, segments: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return room for any variant's partial results, and counters, which every launch leaves at zero.
+
+    A graph must not allocate it: the counters would be zeroed when that graph is replayed, not when another one is.
+    So the first launch outside a graph allocates that of graphs, too.
+    """
+    key = (device, stream, segments)
+    if torch.cuda.is_current_stream_capturing():
+        key = (device, 0, segments)
+        if key not in _workspaces:
+            refuse("batch", "captured in a CUDA graph", "must first be attended to once outside of it")
+    elif key not in _workspaces:
+        properties = torch.cuda.get_device_properties(device)
+        for owner in {key, (device, 0, segments)} - _workspaces.keys():
+            _workspaces[owner] = (
+                torch.empty(properties.multi_processor_count * SM_PARTIAL_FLOATS, device=device, dtype=torch.float32),
+                torch.zeros(segments, dtype=torch.int32, device=device),
+            )
+        # Graphs may run on any stream.
+        torch.cuda.current_stream(device).synchronize()
+    return _workspaces[key]
 
 
 def _check(result: Any) -> None:
@@ -107,29 +126,28 @@ def decode_attention(
 
     device = q.device.index
     batch, q_len, num_q_heads, _ = q.shape
+    if batch == 0:
+        return
     heads_per_kv = num_q_heads // spec.num_kv_heads
     heads_at_once = min(heads_per_kv, MAX_ROWS)
     tokens_at_once = min(max(MAX_ROWS // heads_per_kv, 1), q_len)
     kernel = _kernel(spec, q.dtype, heads_at_once * tokens_at_once, device)
     config = kernel.config
-    if batch == 0:
-        return
     stream = torch.cuda.current_stream(device).cuda_stream
     shared = config.shared_bytes(batch)
     if shared > kernel.shared_limit:
-        raise ValueError(f"batch={batch}: is more than this kernel's shared memory has room for")
+        refuse("batch", batch, "is more than the kernel's shared memory has room for")
     aligned = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3]) and q.data_ptr() % 16 == 0
     if batch * max(block_table.shape[1], 1) * spec.num_kv_heads >= 2**31:
-        raise ValueError(f"block_table.shape={list(block_table.shape)}: times num_kv_heads must be below 2**31")
+        refuse("block_table.shape", list(block_table.shape), "times num_kv_heads must be below 2**31")
     q = q if aligned else q.clone(memory_format=torch.contiguous_format)
     target = out if out.stride(3) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     seq_lens = seq_lens.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
     warp_floats = kernel.grid * config.warps * config.partial_floats
-    floats = warp_floats + 2 * kernel.grid * config.partial_floats
     segments = 1 << max(batch * spec.num_kv_heads - 1, 1 << 14).bit_length()
-    partials, arrivals = _workspace(device, stream, floats, segments)
+    partials, arrivals = _workspace(device, stream, segments)
 
     for token in range(0, q_len, tokens_at_once):
         for head in range(0, heads_per_kv, heads_at_once):
