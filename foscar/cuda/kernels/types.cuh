@@ -1,0 +1,56 @@
+// What all parts of the decode kernel share: its arguments, and the shape of a variant.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <math_constants.h>
+
+#include "ptx.cuh"
+
+namespace foscar {
+
+constexpr int kPageSize = 64;
+constexpr int kRows = 8;              // columns of an accumulator: the query rows of one KV head
+constexpr float kNoMax = -1e30f;      // below every score
+constexpr float kLazyRise = 6.f;      // a maximum is raised when a score exceeds it by this, in powers of two
+constexpr float kCodeUnit = 16777216.f;  // 2^24, the inverse of the smallest fp16 subnormal
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+struct DecodeArguments {
+  const void* q;                // [batch, q_len, num_q_heads, head_dim], rows contiguous and 16-byte aligned
+  const uint8_t* pages;         // [num_pages, num_kv_heads, record_bytes]
+  const int* block_table;       // [batch, block_table_stride]
+  const int* seq_lens;          // [batch]
+  const float* sinks;           // [num_q_heads] or null
+  void* out;                    // as q
+  float* lse;                   // [batch, q_len, num_q_heads]
+  float* warp_partials;         // [grid * warps, kRows * (head_dim + 2)]
+  float* cta_partials;          // [grid * 2, kRows * (head_dim + 2)]
+  uint32_t* arrivals;           // [batch * num_kv_heads], zero between launches
+  int64_t q_strides[3];         // batch, token, head; in elements
+  int64_t out_strides[3];
+  int64_t lse_strides[2];       // batch, token
+  int batch, num_kv_heads;
+  int q_len, tail;              // query tokens, and the tokens from the first of them to the end of the sequence
+  int group, heads_per_kv;      // query heads of a KV head: those attended here, and all in q
+  int block_table_stride;
+  int window_left;              // -1: none
+  float sm_scale, softcap;      // softcap 0: none
+};
+
+template <typename Config>
+struct Shape {
+  static constexpr int kHeadDim = Config::kHeadDim;
+  // Channels of a token's K row that one lane of four takes; with head_dim 96 the fourth takes none.
+  static constexpr int kRun = kHeadDim == 64 ? 16 : kHeadDim == 256 ? 64 : 32;
+  static constexpr int kRowBytes = kHeadDim * Config::kKBits / 8;
+  static constexpr int kRunWords = kRun * Config::kKBits / 32;
+  static constexpr int kKSteps = kRun / 4;         // mma steps along head_dim
+  static constexpr int kVWords = kHeadDim * Config::kVBits / 64;  // a lane's words for 16 tokens
+  static constexpr int kTiles = kHeadDim / 16;     // 16-channel tiles of O^T
+  static constexpr int kPartialFloats = kRows * (kHeadDim + 2);
+  static constexpr int kRowMask = Config::kHalves ? kRows / 2 - 1 : kRows - 1;  // column to row
+  static constexpr int kBlocks = Config::kHalves ? 2 : 4;  // of 16 tokens, of a page, whose softmax a lane takes part in
+};
+
+}  // namespace foscar
