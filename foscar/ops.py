@@ -78,14 +78,12 @@ def _decode_attention_cuda(
     spec: CacheSpec,
     *options: Any,
 ) -> None:
-    if _why_no_kernel(spec, q.dtype, q.device) is None:
+    attend = attention.decode_attention
+    if _why_no_kernel(spec, q.dtype, q.device) is None and (q.dtype == exact.dtype or not spec.exact_tokens):
         from foscar.cuda import decode
 
-        decode.decode_attention(q, pages, block_table, seq_lens, sinks, out, lse, spec, *options)
-    else:
-        attention.decode_attention(
-            q, pages, exact, lengths, block_table, seq_lens, seq_ids, sinks, out, lse, spec, *options
-        )
+        attend = decode.decode_attention
+    attend(q, pages, exact, lengths, block_table, seq_lens, seq_ids, sinks, out, lse, spec, *options)
 
 
 torch.library.impl("foscar::append", ("cpu", "cuda"), _with_spec(cache.append))

@@ -13,10 +13,11 @@ ARCHITECTURES = ("sm_90a",)
 _TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 # Shared memory of an SM that CTAs can have on Hopper, and what a CTA needs beside its stages.
 _SM_SHARED_BYTES = 227 * 1024
-_EXTRA_BYTES = 1024 + 2048
-# Partial results of an SM, of whichever variant: one for each of 8 warps and two for the CTA, of 2 CTAs with head_dim
-# up to 128 or of 1 with 256.
-SM_PARTIAL_FLOATS = (8 + 2) * 2 * MAX_ROWS * (128 + 2)
+_EXTRA_BYTES = 1024 + 4096
+# Channels of a head in blocks of 16, at most; and partial results of an SM, of whichever variant: one for each of 16
+# warps with head_dim 128 or of 8 with 256, and two, with their statistics, for the CTA.
+MAX_TILES = 16
+SM_PART_FLOATS = (16 // 2 + 2 * 2) * MAX_TILES * 128
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,7 @@ class DecodeConfig:
     halves : bool
         Whether there are at most 4 query rows for a KV head, each worked on by two halves of a warp's columns.
     warps, stages : int
-        Warps of a CTA, and records in flight for each.
-    ctas : int
-        CTAs of an SM.
+        Warps of a CTA, of which an SM has one, and records in flight for each.
     """
 
     spec: CacheSpec
@@ -42,42 +41,44 @@ class DecodeConfig:
     halves: bool
     warps: int
     stages: int
-    ctas: int
 
     @staticmethod
     def choose(spec: CacheSpec, dtype: torch.dtype, rows: int) -> DecodeConfig:
         """Pick the variant for a number of query rows of a KV head, and its shape.
 
-        As many warps as registers allow, then as many stages as fit, up to 4. With 4-bit keys and head_dim 96 or 128
-        the loop needs more than the 128 registers that four warps of each of an SM's quarters leave it.
+        As many warps as registers allow, in one CTA, then as many stages as fit, up to 4. With 4-bit keys and head_dim
+        96 or 128 the loop needs more than the 128 registers that four warps of each of an SM's quarters leave it.
         """
-        ctas = 1 if spec.head_dim == 256 else 2
-        warps = 6 if spec.k.bits == 4 and spec.head_dim in (96, 128) else 8
-        budget = _SM_SHARED_BYTES // ctas - _EXTRA_BYTES
+        warps = 8 if spec.head_dim == 256 else 12 if spec.k.bits == 4 and spec.head_dim in (96, 128) else 16
+        budget = _SM_SHARED_BYTES - _EXTRA_BYTES
         while budget // (warps * spec.record_bytes) < 2:
             warps -= 1
-        return DecodeConfig(
-            spec, dtype, rows <= MAX_ROWS // 2, warps, min(budget // (warps * spec.record_bytes), 4), ctas
-        )
+        return DecodeConfig(spec, dtype, rows <= MAX_ROWS // 2, warps, min(budget // (warps * spec.record_bytes), 4))
 
     @property
-    def partial_floats(self) -> int:
-        """float32 numbers of a partial result."""
-        return MAX_ROWS * (self.spec.head_dim + 2)
+    def tiles(self) -> int:
+        """Blocks of 16 channels of the output."""
+        return self.spec.head_dim // 16
+
+    @property
+    def part_floats(self) -> int:
+        """float32 numbers of a warp's partial result."""
+        return self.tiles * (64 if self.halves else 128)
 
     @property
     def name(self) -> str:
         """What the variant is called in tables and logs."""
         kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
         rows = MAX_ROWS // 2 if self.halves else MAX_ROWS
-        return f"decode_k{self.spec.k.bits}v{self.spec.v.bits}_d{self.spec.head_dim}_r{rows}_{kind}"
+        exact = "_exact" if self.spec.exact_tokens else ""
+        return f"decode_k{self.spec.k.bits}v{self.spec.v.bits}_d{self.spec.head_dim}_r{rows}{exact}_{kind}"
 
-    def shared_bytes(self, batch: int) -> int:
-        """Dynamic shared memory of a CTA for a batch: `SharedMemory` in decode.cuh."""
-        stages = self.warps * self.stages * (self.spec.record_bytes + 8 + 8)
-        partials = 2 * self.warps * (4 + 3 * MAX_ROWS * 4) + 2 * MAX_ROWS * 4
-        tail = stages + partials + self.warps * 4 + 4 + 4 * (batch + 1)
-        return -(-tail // 128) * 128
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA: `SharedMemory` in decode.cuh."""
+        stages = self.warps * self.stages * (self.spec.record_bytes + 8 + 12)
+        slots = 2 * self.warps * (4 + 4 + 2 * MAX_ROWS * 4)
+        return -(-(stages + slots) // 128) * 128
 
     def source(self) -> str:
         """Return the translation unit: constants, and an entry without a mangled name."""
@@ -93,14 +94,15 @@ class DecodeConfig:
             "kRecordBytes": layout.nbytes,
             "kWarps": self.warps,
             "kStages": self.stages,
-            "kMinUnits": 1,
+            "kSharedBytes": self.shared_bytes,
         }
         lines = "\n".join(f"  static constexpr int {name} = {value};" for name, value in constants.items())
         return (
             '#include "decode.cuh"\n'
             f"struct Config {{\n  using T = {_TYPES[self.dtype]};\n"
-            f"  static constexpr bool kHalves = {str(self.halves).lower()};\n{lines}\n}};\n"
-            f'extern "C" __global__ __launch_bounds__({self.warps * 32}, {self.ctas})\n'
+            f"  static constexpr bool kHalves = {str(self.halves).lower()};\n"
+            f"  static constexpr bool kExact = {str(self.spec.exact_tokens > 0).lower()};\n{lines}\n}};\n"
+            f'extern "C" __global__ __launch_bounds__({self.warps * 32}, 1)\n'
             "void decode(const __grid_constant__ foscar::DecodeArguments args) { foscar::decode<Config>(args); }\n"
         )
 
@@ -111,8 +113,6 @@ def unsupported(spec: CacheSpec, dtype: torch.dtype, capability: tuple[int, int]
         return f"kernels are for compute capability 9.0, this is {capability[0]}.{capability[1]}"
     if dtype not in _TYPES:
         return f"kernels take bfloat16 and float16 queries, not {str(dtype)[6:]}"
-    if spec.exact_tokens:
-        return "kernels do not read exact tokens yet"
     if spec.block_wise:
         return "kernels do not read channel-wise operands yet"
     if spec.head_dim not in (spec.k.group_size, spec.v.group_size) or spec.k.group_size != spec.v.group_size:

@@ -12,7 +12,7 @@ import torch
 
 from foscar._checks import refuse
 from foscar.cuda.compiler import compile_cubin
-from foscar.cuda.config import MAX_ROWS, SM_PARTIAL_FLOATS, DecodeConfig
+from foscar.cuda.config import MAX_ROWS, MAX_TILES, SM_PART_FLOATS, DecodeConfig
 from foscar.layout import CacheSpec
 
 logger = logging.getLogger("foscar")
@@ -29,8 +29,11 @@ class _Arguments(ctypes.Structure):
         ("sinks", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("lse", ctypes.c_void_p),
-        ("warp_partials", ctypes.c_void_p),
-        ("cta_partials", ctypes.c_void_p),
+        ("exact", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("seq_ids", ctypes.c_void_p),
+        ("warp_parts", ctypes.c_void_p),
+        ("cta_parts", ctypes.c_void_p),
         ("arrivals", ctypes.c_void_p),
         ("q_strides", ctypes.c_int64 * 3),
         ("out_strides", ctypes.c_int64 * 3),
@@ -43,6 +46,8 @@ class _Arguments(ctypes.Structure):
         ("heads_per_kv", ctypes.c_int),
         ("block_table_stride", ctypes.c_int),
         ("window_left", ctypes.c_int),
+        ("sink_tokens", ctypes.c_int),
+        ("ring_tokens", ctypes.c_int),
         ("sm_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     ]
@@ -53,12 +58,11 @@ class _Kernel:
     function: Any
     config: DecodeConfig
     grid: int
-    shared_limit: int
 
 
 @functools.cache
 def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, device: int) -> _Kernel:
-    """Compile and load the variant for a spec, and allow it all the shared memory there is."""
+    """Compile and load the variant for a spec."""
     from cuda.bindings import driver
     from cuda.core import ObjectCode
 
@@ -66,41 +70,37 @@ def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, device: int) -> _Ker
     properties = torch.cuda.get_device_properties(device)
     arch = f"sm_{properties.major}{properties.minor}a"
     kernel = ObjectCode.from_cubin(compile_cubin(config.source(), arch, config.name)).get_kernel("decode")
-    optin = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    result, limit = driver.cuDeviceGetAttribute(optin, device)
-    _check(result)
     dynamic = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _check(driver.cuKernelSetAttribute(dynamic, limit, kernel.handle, device)[0])
-    logger.debug("%s for %s: %s, %d CTAs of %d warps", config.name, spec, arch, config.ctas, config.warps)
+    _check(driver.cuKernelSetAttribute(dynamic, config.shared_bytes, kernel.handle, device)[0])
+    logger.debug("%s for %s: %s, %d warps, %d stages", config.name, spec, arch, config.warps, config.stages)
     function = driver.CUfunction(int(kernel.handle))
-    return _Kernel(function, config, config.ctas * properties.multi_processor_count, limit)
+    return _Kernel(function, config, properties.multi_processor_count)
 
 
-# Partial results and arrival counters, by device, stream (0: all captured graphs) and number of counters.
-_workspaces: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+# Partial results and arrival counters by device and stream (0: all captured graphs).
+_workspaces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
-def _workspace(device: int, stream: int, segments: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _workspace(device: int, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return room for any variant's partial results, and counters, which every launch leaves at zero.
 
     A graph must not allocate it: the counters would be zeroed when that graph is replayed, not when another one is.
     So the first launch outside a graph allocates that of graphs, too.
     """
-    key = (device, stream, segments)
     if torch.cuda.is_current_stream_capturing():
-        key = (device, 0, segments)
-        if key not in _workspaces:
-            refuse("batch", "captured in a CUDA graph", "must first be attended to once outside of it")
-    elif key not in _workspaces:
-        properties = torch.cuda.get_device_properties(device)
-        for owner in {key, (device, 0, segments)} - _workspaces.keys():
+        if (device, 0) not in _workspaces:
+            refuse("decode_attention", "captured in a CUDA graph", "must first be called once outside of one")
+        stream = 0
+    elif (device, stream) not in _workspaces:
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        for owner in {(device, stream), (device, 0)} - _workspaces.keys():
             _workspaces[owner] = (
-                torch.empty(properties.multi_processor_count * SM_PARTIAL_FLOATS, device=device, dtype=torch.float32),
-                torch.zeros(segments, dtype=torch.int32, device=device),
+                torch.empty(sms * SM_PART_FLOATS, device=device, dtype=torch.float32),
+                torch.zeros(sms * MAX_TILES, dtype=torch.int32, device=device),
             )
         # Graphs may run on any stream.
         torch.cuda.current_stream(device).synchronize()
-    return _workspaces[key]
+    return _workspaces[device, stream]
 
 
 def _check(result: Any) -> None:
@@ -111,8 +111,11 @@ def _check(result: Any) -> None:
 def decode_attention(
     q: torch.Tensor,
     pages: torch.Tensor,
+    exact: torch.Tensor,
+    lengths: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
+    seq_ids: torch.Tensor | None,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -134,20 +137,17 @@ def decode_attention(
     kernel = _kernel(spec, q.dtype, heads_at_once * tokens_at_once, device)
     config = kernel.config
     stream = torch.cuda.current_stream(device).cuda_stream
-    shared = config.shared_bytes(batch)
-    if shared > kernel.shared_limit:
-        refuse("batch", batch, "is more than the kernel's shared memory has room for")
     aligned = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3]) and q.data_ptr() % 16 == 0
-    if batch * max(block_table.shape[1], 1) * spec.num_kv_heads >= 2**31:
+    units = max(block_table.shape[1], 1) + (spec.exact_tokens + 16) // 8
+    if batch * units * spec.num_kv_heads >= 2**31:
         refuse("block_table.shape", list(block_table.shape), "times num_kv_heads must be below 2**31")
     q = q if aligned else q.clone(memory_format=torch.contiguous_format)
     target = out if out.stride(3) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     seq_lens = seq_lens.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
-    warp_floats = kernel.grid * config.warps * config.partial_floats
-    segments = 1 << max(batch * spec.num_kv_heads - 1, 1 << 14).bit_length()
-    partials, arrivals = _workspace(device, stream, segments)
+    seq_ids = None if seq_ids is None else seq_ids.contiguous()
+    parts, arrivals = _workspace(device, stream)
 
     for token in range(0, q_len, tokens_at_once):
         for head in range(0, heads_per_kv, heads_at_once):
@@ -159,8 +159,11 @@ def decode_attention(
                 None if sinks is None else sinks.data_ptr() + 4 * head,
                 target.data_ptr() + (token * target.stride(1) + head * target.stride(2)) * target.itemsize,
                 lse.data_ptr() + 4 * (token * lse.stride(1) + head),
-                partials.data_ptr(),
-                partials.data_ptr() + 4 * warp_floats,
+                exact.data_ptr(),
+                lengths.data_ptr(),
+                None if seq_ids is None else seq_ids.data_ptr(),
+                parts.data_ptr(),
+                parts.data_ptr() + 4 * kernel.grid * config.warps * config.part_floats,
                 arrivals.data_ptr(),
                 (ctypes.c_int64 * 3)(*q.stride()[:3]),
                 (ctypes.c_int64 * 3)(*target.stride()[:3]),
@@ -173,13 +176,15 @@ def decode_attention(
                 heads_per_kv,
                 block_table.stride(0),
                 -1 if window_left is None else window_left,
+                spec.sink_tokens,
+                spec.ring_tokens,
                 sm_scale,
                 softcap or 0.0,
             )
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             threads = config.warps * 32
             (result,) = driver.cuLaunchKernel(
-                kernel.function, kernel.grid, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(parameters), 0
+                kernel.function, kernel.grid, 1, 1, threads, 1, 1, config.shared_bytes, stream, ctypes.addressof(parameters), 0
             )
             _check(result)
     if target is not out:

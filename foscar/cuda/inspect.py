@@ -39,14 +39,14 @@ class KernelReport:
         The variant, and what it was compiled for.
     k_bits, v_bits, head_dim, rows : int
         What it reads, and the most query rows of a KV head that it takes.
-    warps, stages, ctas : int
-        Warps of a CTA, records in flight for each, CTAs of an SM.
+    warps, stages : int
+        Warps of a CTA, of which an SM has one, and records in flight for each.
     registers : int
         Of a thread.
     spill_bytes : int
         Stack of a thread.
     shared_bytes : int
-        Dynamic shared memory of a CTA, for a batch of one.
+        Dynamic shared memory of a CTA.
     alu_per_element : float
         Instructions that turn codes into operands, for each element of K and V.
     opcodes : dict
@@ -61,7 +61,6 @@ class KernelReport:
     rows: int
     warps: int
     stages: int
-    ctas: int
     registers: int
     spill_bytes: int
     shared_bytes: int
@@ -112,10 +111,9 @@ def inspect(config: DecodeConfig, arch: str) -> KernelReport:
         MAX_ROWS // 2 if config.halves else MAX_ROWS,
         config.warps,
         config.stages,
-        config.ctas,
         registers,
         stack,
-        config.shared_bytes(1),
+        config.shared_bytes,
         round((unpacking + converting) / elements, 3),
         opcodes,
     )
@@ -124,10 +122,10 @@ def inspect(config: DecodeConfig, arch: str) -> KernelReport:
 def table(reports: list[KernelReport]) -> Table:
     """Lay reports out for a terminal."""
     result = Table(title=f"{len(reports)} kernels for {reports[0].arch}")
-    for column in ("kernel", "registers", "spills", "shared", "CTAs x warps x stages", "ALU/element", "tensor cores"):
+    for column in ("kernel", "registers", "spills", "shared", "warps x stages", "ALU/element", "tensor cores"):
         result.add_column(column, justify="left" if column in ("kernel", "tensor cores") else "right")
     for r in reports:
-        shape = f"{r.ctas} x {r.warps} x {r.stages}"
+        shape = f"{r.warps} x {r.stages}"
         opcodes = ", ".join(f"{count} {name}" for name, count in r.opcodes.items())
         alu = f"{r.alu_per_element:.3f}"
         result.add_row(r.name, str(r.registers), str(r.spill_bytes), str(r.shared_bytes), shape, alu, opcodes)

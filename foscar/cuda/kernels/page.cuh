@@ -1,7 +1,7 @@
 // One page: the query as operand, scores, softmax, output, and what a warp accumulates.
 #pragma once
 
-#include "types.cuh"
+#include "schedule.cuh"
 
 namespace foscar {
 
@@ -15,11 +15,14 @@ struct Codes {
   static __device__ __forceinline__ constexpr float inverse_weight(int f) { return 1.f / (1 << (kBits * f)); }
 };
 
-// What a warp accumulates for one (sequence, head). Maxima, sums and scores are in powers of two.
+// What a warp accumulates for one (sequence, head). Maxima and scores are in powers of two. With kHalves, columns 4 to 7
+// of o are of no meaning.
 template <typename Config>
 struct State {
-  float o[Shape<Config>::kTiles][4];
-  float max[2], sum[2], offset[2];  // of columns 2c and 2c + 1; sum and offset of this lane's tokens only
+  float o[Shape<Config>::kTiles][4];  // in units of codes, or of values
+  float max[2], sum[2], offset[2];    // of columns 2c and 2c + 1; sum and offset of this lane's tokens only
+  bool fresh[2];                      // no token seen yet: max is 0, and not one
+  bool in_values;
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -27,7 +30,57 @@ struct State {
 #pragma unroll
       for (int j = 0; j < 4; ++j) o[i][j] = 0.f;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) max[i] = kNoMax, sum[i] = 0.f, offset[i] = 0.f;
+    for (int i = 0; i < 2; ++i) max[i] = sum[i] = offset[i] = 0.f, fresh[i] = true;
+    in_values = false;
+  }
+
+  // Raises the maxima to where a lane's `top`, a maximum of scores less the present one, is at most 0. Returns by how
+  // much.
+  __device__ __forceinline__ float2 raise(float2 top) {
+    float rise[2] = {top.x, top.y};
+#pragma unroll
+    for (int col = 0; col < 2; ++col) {
+#pragma unroll
+      for (int d = Config::kHalves ? 2 : 4; d < 32; d *= 2)
+        rise[col] = fmaxf(rise[col], __shfl_xor_sync(kAllLanes, rise[col], d));
+      if (!fresh[col]) rise[col] = fmaxf(rise[col], 0.f);
+      if (rise[col] == -CUDART_INF_F) rise[col] = 0.f;
+      else if (fresh[col]) fresh[col] = false;
+      const float factor = ex2(fminf(-rise[col], 0.f));  // what is fresh is 0
+      max[col] += rise[col];
+      sum[col] *= factor;
+      offset[col] *= factor;
+#pragma unroll
+      for (int t = 0; t < Shape<Config>::kTiles; ++t) o[t][col] *= factor, o[t][col + 2] *= factor;
+    }
+    return {rise[0], rise[1]};
+  }
+
+  // Brings o from units of codes to those of values.
+  __device__ __forceinline__ void to_values() {
+    using V = Codes<Config::kVBits>;
+    if (in_values) return;
+    in_values = true;
+#pragma unroll
+    for (int t = 0; t < Shape<Config>::kTiles; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[t][i] *= kCodeUnit * V::inverse_weight((2 * t + i / 2) % V::kFields);
+  }
+
+  // Sums over lanes and brings o to numerators of the output.
+  __device__ __forceinline__ void settle() {
+    to_values();
+#pragma unroll
+    for (int col = 0; col < 2; ++col) {
+#pragma unroll
+      for (int d = Config::kHalves ? 2 : 4; d < 32; d *= 2) {
+        sum[col] += __shfl_xor_sync(kAllLanes, sum[col], d);
+        offset[col] += __shfl_xor_sync(kAllLanes, offset[col], d);
+      }
+#pragma unroll
+      for (int t = 0; t < Shape<Config>::kTiles; ++t) o[t][col] += offset[col], o[t][col + 2] += offset[col];
+      if (fresh[col]) max[col] = kNoMax;
+    }
   }
 };
 
@@ -84,7 +137,7 @@ __device__ __forceinline__ Query<Config> load_query(const DecodeArguments& args,
         const __half2 pair = __floats2half2_rn(x[channel] * scale, x[channel + 2 * K::kFields] * scale);
         query.fragment[w * K::kFields + f][half] = *reinterpret_cast<const uint32_t*>(&pair);
       }
-  const float unit = args.sm_scale * 1.4426950408889634f;
+  const float unit = args.sm_scale * kLog2e;
   sum *= unit;
   const float score_unit = unit * kCodeUnit / normaliser;
 #pragma unroll
@@ -109,11 +162,25 @@ __device__ __forceinline__ void load_words(uint32_t (&words)[N], const uint8_t* 
   }
 }
 
-// Attends to one page. `position` is that of its first token; `masked` says that not all its tokens are seen by all rows.
+__device__ __forceinline__ float soft_cap(const DecodeArguments& args, float score) {
+  // tanh(y) = 1 - 2 / (1 + e^2y): exact at both ends, where e^2y is 0 or infinite.
+  const float cap = args.softcap * kLog2e;
+  return cap * (1.f - __fdividef(2.f, 1.f + ex2(score * __fdividef(2.f * kLog2e, cap))));
+}
+
+// Whether the row in a column does not see a key, or the key is not one of [begin, end).
+template <typename Config>
+__device__ __forceinline__ bool is_hidden(const DecodeArguments& args, const Visible& visible, int column, int key,
+                                         int begin, int end) {
+  const int last = visible.length - args.tail + (column & Shape<Config>::kRowMask) / args.group;
+  return key < begin || key >= end || key > last || (args.window_left >= 0 && key < last - args.window_left);
+}
+
+// Attends to one page; `position` as in Unit.
 template <typename Config>
 __device__ __forceinline__ void attend_page(const DecodeArguments& args, const uint8_t* record,
-                                            const Query<Config>& query, State<Config>& state, int position, int length,
-                                            bool masked) {
+                                            const Query<Config>& query, State<Config>& state, int segment,
+                                            int position) {
   using S = Shape<Config>;
   using K = Codes<Config::kKBits>;
   using V = Codes<Config::kVBits>;
@@ -135,7 +202,7 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
 #pragma unroll
       for (int f = 0; f < K::kFields; ++f) {
         const uint32_t(&b)[2] = query.fragment[w * K::kFields + f];
-        mma_m16n8k16(products[j], K::field(low[w], f), K::field(high[w], f), K::field(low_odd, f),
+        mma_m16n8k16<__half>(products[j], K::field(low[w], f), K::field(high[w], f), K::field(low_odd, f),
                      K::field(high_odd, f), b[0], b[1]);
       }
     }
@@ -157,83 +224,82 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
   uint32_t k_words[kTokens], v_words[kTokens];
   load_words(k_words, record + Config::kKParams + g * 32 + first * 4);
   load_words(v_words, record + Config::kVParams + g * 32 + first * 4);
-  const int first_key = position + 8 * first + g;
+  const bool masked = position & Unit::kMasked;
+  const int first_key = position - Unit::kMasked + 8 * first + g;  // if masked
   if (masked) {
+    const Visible visible = visible_keys<Config>(args, segment / args.num_kv_heads);
 #pragma unroll
     for (int i = 0; i < kTokens; ++i)
-      if (first_key + 8 * i >= length) k_words[i] = v_words[i] = 0;
+      if (first_key + 8 * i < visible.begin || first_key + 8 * i >= visible.end) k_words[i] = v_words[i] = 0;
   }
+  // Scores, less the maximum.
+  const bool capped = args.softcap > 0.f;
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
     const float scale = __uint_as_float(k_words[i]), offset = __uint_as_float(k_words[i] << 16);
 #pragma unroll
     for (int col = 0; col < 2; ++col)
-      s[i][col] = fmaf(scale * query.score_unit[col], s[i][col], offset * query.sum[col]);
+      s[i][col] = fmaf(scale * query.score_unit[col], s[i][col],
+                       fmaf(offset, query.sum[col], capped ? 0.f : -state.max[col]));
   }
-  if (args.softcap > 0.f) {
-    const float cap = args.softcap * 1.4426950408889634f, slope = __fdividef(2.f * 1.4426950408889634f, cap);
+  if (capped) {
 #pragma unroll
     for (int i = 0; i < kTokens; ++i)
 #pragma unroll
-      for (int col = 0; col < 2; ++col)
-        // tanh(y) = 1 - 2 / (1 + e^2y): exact at both ends, where e^2y is 0 or infinite.
-        s[i][col] = cap * (1.f - __fdividef(2.f, 1.f + ex2(s[i][col] * slope)));
+      for (int col = 0; col < 2; ++col) s[i][col] = soft_cap(args, s[i][col]) - state.max[col];
   }
   if (masked) {
+    const Visible visible = visible_keys<Config>(args, segment / args.num_kv_heads);
 #pragma unroll
-    for (int col = 0; col < 2; ++col) {
-      const int last = length - args.tail + ((2 * c + col) & S::kRowMask) / args.group;
+    for (int col = 0; col < 2; ++col)
 #pragma unroll
-      for (int i = 0; i < kTokens; ++i) {
-        const int key = first_key + 8 * i;
-        if (key > last || (args.window_left >= 0 && key < last - args.window_left)) s[i][col] = -CUDART_INF_F;
+      for (int i = 0; i < kTokens; ++i)
+        if (is_hidden<Config>(args, visible, 2 * c + col, first_key + 8 * i, visible.begin, visible.end))
+          s[i][col] = -CUDART_INF_F;
+  }
+
+  // The sums of p and of p * v_offset, and p * v_scale, whose maximum is kept within fp16's range: raised when it must be.
+  float sum[2], offset[2];
+  __half2 scaled[kTokens];
+  auto exponentiate = [&] {
+    __half2 top = __float2half2_rn(0.f);
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      const float scale = fmaxf(__uint_as_float(v_words[i]), kLeastScale);
+      float p[2];
+#pragma unroll
+      for (int col = 0; col < 2; ++col) {
+        p[col] = ex2(s[i][col]);
+        sum[col] = i ? sum[col] + p[col] : p[col];
+        offset[col] = fmaf(p[col], __uint_as_float(v_words[i] << 16), i ? offset[col] : 0.f);
       }
+      scaled[i] = __floats2half2_rn(p[0] * scale, p[1] * scale);
+      top = __hmax2(top, scaled[i]);
     }
-  }
-
-  // The maximum is that of p * v_scale, so that the second product's operand stays within fp16's range.
-  float rise[2] = {-CUDART_INF_F, -CUDART_INF_F};
+    return !__hble2(top, __float2half2_rn(kMostScaled));
+  };
+  if (__any_sync(kAllLanes, exponentiate() || state.fresh[0] || state.fresh[1])) {
+    float2 top = {-CUDART_INF_F, -CUDART_INF_F};
 #pragma unroll
-  for (int i = 0; i < kTokens; ++i) {
-    const float weight = fmaxf(lg2(__uint_as_float(v_words[i])), -40.f);
-#pragma unroll
-    for (int col = 0; col < 2; ++col) rise[col] = fmaxf(rise[col], s[i][col] + weight);
-  }
-  if (__any_sync(kAllLanes, rise[0] > state.max[0] + kLazyRise || rise[1] > state.max[1] + kLazyRise)) {
-#pragma unroll
-    for (int col = 0; col < 2; ++col) {
-#pragma unroll
-      for (int d = 4; d < 32; d *= 2) rise[col] = fmaxf(rise[col], __shfl_xor_sync(kAllLanes, rise[col], d));
-      const float raised = fmaxf(state.max[col], rise[col]);
-      const float factor = ex2(state.max[col] - raised);
-      state.max[col] = raised;
-      state.sum[col] *= factor;
-      state.offset[col] *= factor;
-#pragma unroll
-      for (int t = 0; t < S::kTiles; ++t) state.o[t][col] *= factor, state.o[t][col + 2] *= factor;
+    for (int i = 0; i < kTokens; ++i) {
+      const float weight = lg2(fmaxf(__uint_as_float(v_words[i]), kLeastScale));
+      top.x = fmaxf(top.x, s[i][0] + weight), top.y = fmaxf(top.y, s[i][1] + weight);
     }
+    const float2 rise = state.raise(top);
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) s[i][0] -= rise.x, s[i][1] -= rise.y;
+    exponentiate();
   }
+#pragma unroll
+  for (int col = 0; col < 2; ++col) state.sum[col] += sum[col], state.offset[col] += offset[col];
 
-  // P^T as B operand, two tokens a register. A half's columns are zero for the other half's tokens.
+  // P^T as B operand, two tokens a register.
   uint32_t p[4][2];
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
-    const float scale = __uint_as_float(v_words[i]), offset = __uint_as_float(v_words[i] << 16);
-    float e[2];
-#pragma unroll
-    for (int col = 0; col < 2; ++col) {
-      e[col] = ex2(s[i][col] - state.max[col]);
-      state.sum[col] += e[col];
-      state.offset[col] = fmaf(e[col], offset, state.offset[col]);
-    }
-    const __half2 pair = __floats2half2_rn(e[0] * scale, e[1] * scale);
-    const uint32_t bits = *reinterpret_cast<const uint32_t*>(&pair);
-    if constexpr (Config::kHalves) {
-      p[i / 2][i % 2] = movmatrix_trans(half ? 0u : bits);
-      p[i / 2 + 2][i % 2] = movmatrix_trans(half ? bits : 0u);
-    } else {
-      p[i / 2][i % 2] = movmatrix_trans(bits);
-    }
+    p[i / 2][i % 2] = movmatrix_trans(*reinterpret_cast<const uint32_t*>(&scaled[i]));
+    // The rows of columns 4 to 7 are those of columns 0 to 3, their tokens the page's second half.
+    if constexpr (Config::kHalves) p[i / 2 + 2][i % 2] = __shfl_xor_sync(kAllLanes, p[i / 2][i % 2], 16);
   }
 
   // O^T += V^T P^T: rows are channels 16 t + g and 16 t + 8 + g.
@@ -247,45 +313,9 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
       const uint32_t odd = words[i] >> 8;
 #pragma unroll
       for (int f = 0; f < V::kFields; f += 2)
-        mma_m16n8k16(state.o[(w * V::kFields + f) / 2], V::field(words[i], f), V::field(words[i], f + 1),
+        mma_m16n8k16<__half>(state.o[(w * V::kFields + f) / 2], V::field(words[i], f), V::field(words[i], f + 1),
                      V::field(odd, f), V::field(odd, f + 1), p[j][0], p[j][1]);
     }
-  }
-}
-
-// Sums over lanes, calls `begin(row, max, sum)` for each of a lane's rows, and `store(begun, channel, output)` for each
-// of its channels.
-template <typename Config, typename Begin, typename Store>
-__device__ __forceinline__ void finish_state(State<Config>& state, Begin begin, Store store) {
-  using S = Shape<Config>;
-  using V = Codes<Config::kVBits>;
-  const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-#pragma unroll
-  for (int col = 0; col < 2; ++col) {
-#pragma unroll
-    for (int d = 4; d < 32; d *= 2) {
-      state.sum[col] += __shfl_xor_sync(kAllLanes, state.sum[col], d);
-      state.offset[col] += __shfl_xor_sync(kAllLanes, state.offset[col], d);
-    }
-    if constexpr (Config::kHalves) {  // lanes c and c ^ 2 have the same row
-      const float top = fmaxf(state.max[col], __shfl_xor_sync(kAllLanes, state.max[col], 2));
-      const float factor = ex2(state.max[col] - top);
-      auto merge = [&](float x) { return x * factor + __shfl_xor_sync(kAllLanes, x * factor, 2); };
-      state.max[col] = top;
-      state.sum[col] = merge(state.sum[col]);
-      state.offset[col] = merge(state.offset[col]);
-#pragma unroll
-      for (int t = 0; t < S::kTiles; ++t)
-        state.o[t][col] = merge(state.o[t][col]), state.o[t][col + 2] = merge(state.o[t][col + 2]);
-    }
-    const auto begun = begin(2 * c + col, state.max[col], state.sum[col]);
-#pragma unroll
-    for (int t = 0; t < S::kTiles; ++t)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float unit = kCodeUnit * V::inverse_weight((2 * t + half) % V::kFields);
-        store(begun, 16 * t + 8 * half + g, fmaf(state.o[t][2 * half + col], unit, state.offset[col]));
-      }
   }
 }
 

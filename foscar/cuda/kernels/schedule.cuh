@@ -1,61 +1,160 @@
-// How work is dealt out: units, segments, and who has which.
+// How work is dealt out.
+//
+// A segment is one (sequence, KV head). Its units are the pages with keys that its queries see, then blocks of exact
+// tokens: sinks, then the ring's. Units are numbered segment by segment. CTAs take runs of equal length, and so do the
+// warps of a CTA, whatever the lengths of sequences are.
 #pragma once
 
 #include "types.cuh"
 
 namespace foscar {
 
-// The keys that a sequence's queries can see, and the pages that hold them.
+constexpr int kExactBlock = 8;  // tokens
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// The keys of a sequence that its queries can see, and where they are. Ends of ranges are exclusive.
 struct Visible {
-  int length, first_page, num_pages;
+  int length;
+  int begin, end;              // in pages
+  int first_page, num_pages;   // columns of the block table
+  int sinks_begin, sinks_end;  // positions, which are rows too
+  int ring_begin;              // position; the ring goes on to `length`
+
+  // Keys that all queries see, if they are there.
+  __device__ __forceinline__ int common_begin(const DecodeArguments& args) const {
+    return args.window_left < 0 ? 0 : length - 1 - args.window_left;
+  }
+  __device__ __forceinline__ int common_end(const DecodeArguments& args) const { return length - args.tail + 1; }
+
+  __device__ __forceinline__ int sink_blocks() const { return ceil_div(sinks_end - sinks_begin, kExactBlock); }
+  __device__ __forceinline__ int ring_blocks() const { return ceil_div(length - ring_begin, kExactBlock); }
+  // An empty sequence has a unit, too, so that its output is written.
+  __device__ __forceinline__ int units() const { return max(num_pages + sink_blocks() + ring_blocks(), 1); }
 };
 
-__device__ __forceinline__ Visible visible_pages(const DecodeArguments& args, int b) {
-  const int length = args.seq_lens[b];
-  int first = 0;
-  if (args.window_left >= 0) first = max(length - args.tail - args.window_left, 0) / kPageSize;
-  return {length, first, (length + kPageSize - 1) / kPageSize - first};
+template <typename Config>
+__device__ __forceinline__ Visible visible_keys(const DecodeArguments& args, int b) {
+  Visible visible;
+  visible.length = args.seq_lens[b];
+  int sinks = 0;
+  visible.end = visible.length;
+  if (Config::kExact && visible.length > 0) {
+    const int seq_id = args.seq_ids ? args.seq_ids[b] : b;
+    sinks = min(args.sink_tokens, visible.length);
+    visible.end = max(min(args.lengths[2 * seq_id], visible.length), sinks);
+  }
+  const int first = args.window_left < 0 ? 0 : max(visible.length - args.tail - args.window_left, 0);
+  visible.begin = max(sinks, first);
+  visible.first_page = visible.begin / kPageSize;
+  visible.num_pages = max(ceil_div(visible.end, kPageSize) - visible.first_page, 0);
+  if (visible.begin >= visible.end) visible.num_pages = 0;
+  visible.sinks_begin = min(first, sinks);
+  visible.sinks_end = sinks;
+  visible.ring_begin = max(visible.end, first);
+  return visible;
+}
+
+// Some consecutive tokens of the exact tiers.
+struct ExactBlock {
+  int position, count;
+};
+
+__device__ __forceinline__ ExactBlock exact_block(const Visible& visible, int block) {
+  const int sink_blocks = visible.sink_blocks();
+  const bool is_sink = block < sink_blocks;
+  const int position =
+      is_sink ? visible.sinks_begin + block * kExactBlock : visible.ring_begin + (block - sink_blocks) * kExactBlock;
+  return {position, min((is_sink ? visible.sinks_end : visible.length) - position, kExactBlock)};
 }
 
 // What lies in a stage.
 struct Unit {
-  int segment;  // sequence * num_kv_heads + head
-  int page;     // among the sequence's visible pages; -1: none, the sequence is empty
+  int segment;   // sequence * num_kv_heads + head
+  int index;     // among the segment's units
+  int position;  // a page: of its first token, plus kMasked; or one of the following
+
+  static constexpr int kMasked = 1;  // not all of its tokens are seen by all rows
+  static constexpr int kExact = -1, kNothing = -2;
 };
 
-// Where a segment's units lie.
-struct Span {
-  int first, stop;
-};
+// A warp's view of the sequences, 32 at a time, a lane each.
+template <typename Config>
+struct Cursor {
+  int first, before;  // sequence of lane 0, and the units of one head of those before it
 
-__device__ __forceinline__ Span segment_span(const DecodeArguments& args, const int* cumulative, int segment) {
-  const int b = segment / args.num_kv_heads, head = segment % args.num_kv_heads;
-  const int units = cumulative[b + 1] - cumulative[b];
-  const int first = cumulative[b] * args.num_kv_heads + head * units;
-  return {first, first + units};
-}
+  // Units of one head of this lane's sequence, and the sum of those of this and all lanes before.
+  struct Units {
+    int own, sum;
+  };
+  __device__ __forceinline__ Units load(const DecodeArguments& args) const {
+    const int lane = threadIdx.x % 32;
+    const int own = first + lane < args.batch ? visible_keys<Config>(args, first + lane).units() : 0;
+    int sum = own;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int more = __shfl_up_sync(kAllLanes, sum, d);
+      if (lane >= d) sum += more;
+    }
+    return {own, sum};
+  }
 
-// `total` units dealt out to `parts`, the first of which get one more if they do not come out even.
-struct Shares {
-  int base, extra;
-  __device__ __forceinline__ Shares(int total, int parts) : base(total / parts), extra(total % parts) {}
-  __device__ __forceinline__ int begin(int part) const { return part * base + min(part, extra); }
-  __device__ __forceinline__ int owner(int unit) const {
-    const int fuller = extra * (base + 1);
-    return unit < fuller ? unit / (base + 1) : extra + (unit - fuller) / base;
+  // Finds the unit that each lane asks for; `wanted` must not be before any that was asked for earlier.
+  __device__ __forceinline__ Unit find(const DecodeArguments& args, int wanted, bool asks) {
+    Unit unit = {-1, -1, Unit::kNothing};
+    while (true) {
+      const Units units = load(args);
+      const int after = before + __shfl_sync(kAllLanes, units.sum, 31);
+      int i = 0;  // lanes whose sequences end at or before the wanted unit
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2)
+        if ((before + __shfl_sync(kAllLanes, units.sum, i + step - 1)) * args.num_kv_heads <= wanted) i += step;
+      const int own = __shfl_sync(kAllLanes, units.own, i);
+      const int its_before = before + __shfl_sync(kAllLanes, units.sum, i) - own;
+      if (asks && wanted < after * args.num_kv_heads) {
+        const int within = wanted - its_before * args.num_kv_heads, head = within / own;
+        unit.segment = (first + i) * args.num_kv_heads + head;
+        unit.index = within - head * own;
+        asks = false;
+      }
+      if (!__any_sync(kAllLanes, asks)) return unit;
+      first += 32;
+      before = after;
+    }
   }
 };
 
-// The CTAs that work, and this one's run of units. Few units take few CTAs: each is a partial to merge.
-struct CtaRun {
-  int ctas;
-  Shares shares;
-  int first, stop;
-  __device__ __forceinline__ CtaRun(int total, int fewest)
-      : ctas(min(static_cast<int>(gridDim.x), (total + fewest - 1) / fewest)),
-        shares(total, ctas),
-        first(shares.begin(blockIdx.x)),
-        stop(shares.begin(blockIdx.x + 1)) {}
+// Units of all heads of all sequences.
+template <typename Config>
+__device__ __forceinline__ int count_units(const DecodeArguments& args) {
+  int total = 0;
+  for (int b = threadIdx.x % 32; b < args.batch; b += 32) total += visible_keys<Config>(args, b).units();
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) total += __shfl_xor_sync(kAllLanes, total, d);
+  return total * args.num_kv_heads;
+}
+
+// Units of a CTA's run. The busiest warp's share is what counts. Any quota that does not raise it will do: one that is
+// a multiple or a fraction of a segment, if all are alike, leaves fewer segments to be shared between CTAs.
+template <typename Config>
+__device__ __forceinline__ int cta_quota(const DecodeArguments& args, int total) {
+  const int ctas = gridDim.x, segments = args.batch * args.num_kv_heads;
+  const int warp_share = ceil_div(total, ctas * Config::kWarps);
+  const int most = warp_share * Config::kWarps, least = warp_share == 1 ? most : ceil_div(total, ctas);
+  const int segment = total / segments;
+  const int aligned = segment >= least ? ceil_div(segment, segment / least) : ceil_div(least, segment) * segment;
+  return aligned <= most ? aligned : least;
+}
+
+// A run that is dealt out to warps: the first ones get one more if it does not come out even.
+struct Share {
+  int first, count;
 };
+
+template <typename Config>
+__device__ __forceinline__ Share warp_share(int first, int count, int warp) {
+  const int base = count / Config::kWarps, extra = count % Config::kWarps;
+  return {first + warp * base + min(warp, extra), base + (warp < extra)};
+}
 
 }  // namespace foscar

@@ -12,7 +12,9 @@ namespace foscar {
 constexpr int kPageSize = 64;
 constexpr int kRows = 8;              // columns of an accumulator: the query rows of one KV head
 constexpr float kNoMax = -1e30f;      // below every score
-constexpr float kLazyRise = 6.f;      // a maximum is raised when a score exceeds it by this, in powers of two
+constexpr float kMostScaled = 16384.f;      // of p * v_scale as fp16 operand, before the maximum is raised
+constexpr float kLeastScale = 8.7e-19f;     // of V: 2^-60, so that p itself stays within float32's range
+constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kCodeUnit = 16777216.f;  // 2^24, the inverse of the smallest fp16 subnormal
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -24,9 +26,12 @@ struct DecodeArguments {
   const float* sinks;           // [num_q_heads] or null
   void* out;                    // as q
   float* lse;                   // [batch, q_len, num_q_heads]
-  float* warp_partials;         // [grid * warps, kRows * (head_dim + 2)]
-  float* cta_partials;          // [grid * 2, kRows * (head_dim + 2)]
-  uint32_t* arrivals;           // [batch * num_kv_heads], zero between launches
+  const void* exact;            // [max_seqs, num_kv_heads, 2, sink_tokens + ring_tokens, head_dim]
+  const int* lengths;           // [max_seqs, 2]: where the ring begins, and where it ends
+  const int* seq_ids;           // [batch] or null: the sequence itself
+  float4* warp_parts;           // [grid, warps, kPartVectors]
+  float4* cta_parts;            // [grid, 2, kTiles, 2, kPartLanes]
+  uint32_t* arrivals;           // [grid, kTiles], zero between launches
   int64_t q_strides[3];         // batch, token, head; in elements
   int64_t out_strides[3];
   int64_t lse_strides[2];       // batch, token
@@ -35,6 +40,7 @@ struct DecodeArguments {
   int group, heads_per_kv;      // query heads of a KV head: those attended here, and all in q
   int block_table_stride;
   int window_left;              // -1: none
+  int sink_tokens, ring_tokens;
   float sm_scale, softcap;      // softcap 0: none
 };
 
@@ -48,9 +54,23 @@ struct Shape {
   static constexpr int kKSteps = kRun / 4;         // mma steps along head_dim
   static constexpr int kVWords = kHeadDim * Config::kVBits / 64;  // a lane's words for 16 tokens
   static constexpr int kTiles = kHeadDim / 16;     // 16-channel tiles of O^T
-  static constexpr int kPartialFloats = kRows * (kHeadDim + 2);
+  static constexpr int kPartLanes = Config::kHalves ? 16 : 32;  // that hold an accumulator's columns of meaning
+  static constexpr int kPartVectors = kTiles * kPartLanes;      // float4 of a warp's partial result
   static constexpr int kRowMask = Config::kHalves ? kRows / 2 - 1 : kRows - 1;  // column to row
   static constexpr int kBlocks = Config::kHalves ? 2 : 4;  // of 16 tokens, of a page, whose softmax a lane takes part in
 };
+
+// Two values of a 16-bit type in a register.
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const T pair[2] = {static_cast<T>(low), static_cast<T>(high)};
+  return *reinterpret_cast<const uint32_t*>(pair);
+}
+
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t bits) {
+  const T* const pair = reinterpret_cast<const T*>(&bits);
+  return {static_cast<float>(pair[0]), static_cast<float>(pair[1])};
+}
 
 }  // namespace foscar
