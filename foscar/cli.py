@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,6 +103,76 @@ def kernels(
         raise _failure(str(error)) from error
     console.print(inspect.table(reports))
     _write(json_file, [asdict(report) for report in reports])
+
+
+@app.command()
+def bench(
+    grid: Annotated[str, typer.Option(help="quick, headline, features or full.")] = "headline",
+    bits: Annotated[list[int], typer.Option(help="2 or 4; repeat it for both.")] = [2, 4],  # noqa: B006
+    csv: Annotated[Path | None, typer.Option(help="Write each row to this file as it is measured.")] = None,
+    peers: Annotated[bool, typer.Option(help="Time FlashInfer's kernels, too, if foscar[bench] is installed.")] = True,
+) -> None:
+    """Time decode attention on this machine's GPU, next to FlashInfer's and to a plain read of memory."""
+    import torch
+
+    from foscar.bench import results
+    from foscar.bench.grid import GRIDS, cases
+    from foscar.bench.peers import installed
+    from foscar.bench.run import Run
+    from foscar.bench.timing import read_ceiling
+
+    _check_writable(csv)
+    if grid not in GRIDS:
+        raise _failure(f"grid={grid!r}: must be one of {list(GRIDS)}")
+    if not set(bits) <= {2, 4}:
+        raise _failure(f"bits={bits}: each must be 2 or 4")
+    if not torch.cuda.is_available():
+        raise _failure("a CUDA GPU is needed, and there is none here")
+    if peers and not installed():
+        console.print("FlashInfer is not installed, so its columns stay empty: pip install foscar[bench]", markup=False)
+    device = torch.device("cuda", torch.cuda.current_device())
+    ceiling = read_ceiling(device)
+    console.print(f"{torch.cuda.get_device_name(device)}: a plain read reaches {ceiling:.0f} GB/s", highlight=False)
+    rows: list[results.Row] = []
+    with contextlib.ExitStack() as stack:
+        file = None if csv is None else stack.enter_context(csv.open("w", newline=""))
+        if file is not None:
+            results.write_header(file)
+        progress = stack.enter_context(Progress(console=console, transient=True))
+        run = Run(device, ceiling, peers and installed(), partial(console.print, style="yellow", markup=False))
+        points = list(cases(grid, bits))
+        task = progress.add_task("", total=len(points))
+        for point, recipes in points:
+            progress.update(task, description=str(point))
+            measured = run.measure(point, recipes)
+            if measured:
+                console.print(results.rows_table(measured, header=not rows))
+            for row in measured:
+                if file is not None:
+                    results.write_row(file, row)
+            rows += measured
+            progress.advance(task)
+    console.print(results.goals_table(results.goals(rows)))
+    if run.failures:
+        raise _failure(f"{run.failures} cases were not timed; see above")
+
+
+@app.command()
+def bench_plot(
+    csv: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What `foscar bench --csv` wrote.")],
+    image: Annotated[Path, typer.Argument(help="Where to write the figure.")],
+) -> None:
+    """Draw the results of a benchmark, and compare them with what is wanted."""
+    from foscar.bench import results
+    from foscar.bench.plot import plot
+
+    _check_writable(image)
+    try:
+        plot(csv, image)
+        console.print(results.goals_table(results.goals(results.read_csv(csv))))
+    except ValueError as error:
+        raise _failure(str(error)) from error
+    console.print(f"Figure: {image}", markup=False)
 
 
 def _failure(message: str) -> typer.Exit:

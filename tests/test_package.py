@@ -19,12 +19,15 @@ LAYERS = [
     ["layout", "merge"],
     ["reference.quant", "reference.records", "reference.cache", "reference.attention"],
     ["cuda.config", "cuda.compiler"],
-    ["cuda.decode", "cuda.inspect"],
+    ["cuda.decode", "cuda.inspect", "cuda.read"],
     ["ops"],
     ["cache"],
     ["attention", "sequences"],
     [""],
-    ["demo", "info"],
+    ["demo", "info", "bench.grid"],
+    ["bench.results", "bench.workload"],
+    ["bench.peers", "bench.plot", "bench.timing"],
+    ["bench.run"],
     ["cli"],
     ["__main__"],
 ]
@@ -36,7 +39,9 @@ def module_name(path: Path) -> str:
     return name.removesuffix("__init__").removesuffix(".")
 
 
-MODULES = {name: path for path in ROOT.rglob("*.py") if (name := module_name(path)) not in ("reference", "cuda")}
+MODULES = {
+    name: path for path in ROOT.rglob("*.py") if (name := module_name(path)) not in ("reference", "cuda", "bench")
+}
 
 
 def imports(path: Path) -> set[str]:
