@@ -13,7 +13,7 @@ ARCHITECTURES = ("sm_90a",)
 _TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 # Shared memory of an SM that CTAs can have on Hopper, and what a CTA needs beside its stages.
 _SM_SHARED_BYTES = 227 * 1024
-_EXTRA_BYTES = 1024 + 4096
+_EXTRA_BYTES = 11 * 1024
 # Channels of a head in blocks of 16, at most; and partial results of an SM, of whichever variant: one for each of 16
 # warps with head_dim 128 or of 8 with 256, and two, with their statistics, for the CTA.
 MAX_TILES = 16
@@ -76,7 +76,7 @@ class DecodeConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: `SharedMemory` in decode.cuh."""
-        stages = self.warps * self.stages * (self.spec.record_bytes + 8 + 12)
+        stages = self.warps * (self.stages * (self.spec.record_bytes + 8) + 32 * 16)
         slots = 2 * self.warps * (4 + 4 + 2 * MAX_ROWS * 4)
         return -(-(stages + slots) // 128) * 128
 
@@ -85,6 +85,7 @@ class DecodeConfig:
         layout = record_layout(self.spec)
         constants = {
             "kHeadDim": self.spec.head_dim,
+            "kKVHeads": self.spec.num_kv_heads,
             "kKBits": self.spec.k.bits,
             "kVBits": self.spec.v.bits,
             "kKCodes": layout.k.code_offset,

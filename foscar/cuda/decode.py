@@ -39,11 +39,11 @@ class _Arguments(ctypes.Structure):
         ("out_strides", ctypes.c_int64 * 3),
         ("lse_strides", ctypes.c_int64 * 2),
         ("batch", ctypes.c_int),
-        ("num_kv_heads", ctypes.c_int),
         ("q_len", ctypes.c_int),
         ("tail", ctypes.c_int),
         ("group", ctypes.c_int),
         ("heads_per_kv", ctypes.c_int),
+        ("group_inverse", ctypes.c_int),
         ("block_table_stride", ctypes.c_int),
         ("window_left", ctypes.c_int),
         ("sink_tokens", ctypes.c_int),
@@ -151,6 +151,7 @@ def decode_attention(
 
     for token in range(0, q_len, tokens_at_once):
         for head in range(0, heads_per_kv, heads_at_once):
+            group = min(heads_at_once, heads_per_kv - head)
             arguments = _Arguments(
                 q.data_ptr() + (token * q.stride(1) + head * q.stride(2)) * q.itemsize,
                 pages.data_ptr(),
@@ -169,11 +170,11 @@ def decode_attention(
                 (ctypes.c_int64 * 3)(*target.stride()[:3]),
                 (ctypes.c_int64 * 2)(*lse.stride()[:2]),
                 batch,
-                spec.num_kv_heads,
                 min(tokens_at_once, q_len - token),
                 q_len - token,
-                min(heads_at_once, heads_per_kv - head),
+                group,
                 heads_per_kv,
+                -(-(1 << 16) // group),
                 block_table.stride(0),
                 -1 if window_left is None else window_left,
                 spec.sink_tokens,

@@ -21,10 +21,11 @@ namespace foscar {
 template <typename Config>
 struct alignas(128) SharedMemory {
   static constexpr int kSlots = 2 * Config::kWarps;  // a warp's first and last partial result
-  static_assert(kSlots <= 32, "a lane for each slot");
+  static constexpr int kUnits = 32;                  // looked up by a warp, half of them at a time
+  static_assert(kSlots <= 32 && Config::kStages <= kUnits / 2, "a lane for each");
   uint8_t stages[Config::kWarps][Config::kStages][Config::kRecordBytes];  // and a warp's last partial result
   uint64_t full[Config::kWarps][Config::kStages];
-  Unit units[Config::kWarps][Config::kStages];
+  Unit units[Config::kWarps][kUnits];
   int segments[kSlots], segment_begin[kSlots];  // the segment, -1 for none, and its first unit
   float max[kSlots][kRows], sum[kSlots][kRows];
   static_assert(sizeof(stages[0]) >= Shape<Config>::kPartVectors * sizeof(float4), "a partial result fits");
@@ -34,7 +35,7 @@ struct alignas(128) SharedMemory {
 // time.
 template <typename Config>
 __device__ __forceinline__ void merge_partial_results(const DecodeArguments& args, SharedMemory<Config>& smem,
-                                                      const float4* spilled, int total, int quota) {
+                                                      const float4* spilled, unsigned quota) {
   using S = Shape<Config>;
   constexpr int kLanes = S::kPartLanes, kItemTiles = 32 / kLanes, kItems = S::kTiles / kItemTiles;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -53,20 +54,20 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
     const int tile = item % kItems * kItemTiles + lane / kLanes;
     const int place = tile * kLanes + part_lane;
 
-    Statistics state = {{kNoMax, kNoMax}, {0.f, 0.f}};
-    float4 o = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
-    for (unsigned left = slots; left; left &= left - 1) {
-      const int slot = __ffs(left) - 1, w = slot / 2;
-      const float4* const part =
-          slot % 2 ? reinterpret_cast<const float4*>(smem.stages[w]) : spilled + w * S::kPartVectors;
+    // All warps but a segment's last have it in their second slot.
+    const int last_slot = 31 - __clz(slots);
+    float4 o;
+    Statistics state = merge_parts(last_slot / 2 - leader / 2 + 1, o, [&](int i) -> Part {
+      const int slot = min((leader / 2 + i) * 2 + 1, last_slot);
       const float2 max = *reinterpret_cast<const float2*>(smem.max[slot] + columns);
       const float2 sum = *reinterpret_cast<const float2*>(smem.sum[slot] + columns);
-      merge(state, o, {{max.x, max.y}, {sum.x, sum.y}}, part[place]);
-    }
+      const float4* const part =
+          slot % 2 ? reinterpret_cast<const float4*>(smem.stages[slot / 2]) : spilled + slot / 2 * S::kPartVectors;
+      return {part[place], {max.x, max.y, sum.x, sum.y}};
+    });
 
-    const int b = segment / args.num_kv_heads;
-    const int begin = smem.segment_begin[leader], end = begin + visible_keys<Config>(args, b).units();
+    const int b = segment / Config::kKVHeads;
+    const unsigned begin = smem.segment_begin[leader], end = begin + visible_keys<Config>(args, b).units();
     const int first_cta = begin / quota, parts = (end - 1) / quota - first_cta + 1;
     if (parts > 1) {
       // Of a segment's CTAs, the first leaves its part in its second place, the others in their first.
@@ -81,19 +82,11 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
       bool is_last = false;
       if (lane == 0) {
         uint32_t* const arrivals = args.arrivals + first_cta * S::kTiles + item % kItems;
-        __threadfence();
-        is_last = atomicAdd(arrivals, 1u) == static_cast<uint32_t>(parts - 1);
+        is_last = atomic_add_acq_rel(arrivals, 1) == static_cast<uint32_t>(parts - 1);
         if (is_last) *arrivals = 0;  // for the next launch
-        __threadfence();
       }
       if (!__shfl_sync(kAllLanes, is_last, 0)) continue;
-      state = {{kNoMax, kNoMax}, {0.f, 0.f}};
-      o = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 8
-      for (int i = 0; i < parts; ++i) {
-        const float4 more = __ldcg(part(i)), its = __ldcg(part(i) + kLanes);
-        merge(state, o, {{its.x, its.y}, {its.z, its.w}}, more);
-      }
+      state = merge_parts(parts, o, [&](int i) -> Part { return {__ldcg(part(i)), __ldcg(part(i) + kLanes)}; });
     }
     Output<Config>(args, segment, state, columns, tile == 0 && g == 0).write(tile, g, o);
   }
@@ -104,6 +97,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   using S = Shape<Config>;
   extern __shared__ __align__(128) uint8_t memory[];
   auto& smem = *reinterpret_cast<SharedMemory<Config>*>(memory);
+  constexpr int kUnits = SharedMemory<Config>::kUnits;
   static_assert(sizeof(smem) == Config::kSharedBytes, "what the host asks for");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
@@ -114,59 +108,53 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   }
 
   const int total = count_units<Config>(args);
-  const int quota = cta_quota<Config>(args, total);
+  const unsigned quota = cta_quota<Config>(args, total);
   const int cta_first = blockIdx.x * quota;
   if (cta_first >= total) return;
-  const Share share = warp_share<Config>(cta_first, min(quota, total - cta_first), warp);
+  const Share share = warp_share<Config>(cta_first, min(static_cast<int>(quota), total - cta_first), warp);
   const int first = share.first, count = share.count;
 
-  // The lanes look up where units are, 32 at a time: lane i has unit `looked_up + i` of this warp.
-  int looked_up = -32;
+  // Units are looked up half a table at a time, by a lane each.
   Cursor<Config> cursor = {0, 0};
-  Unit found;
-  int page;
   auto look_up = [&](int start) {
-    looked_up = start;
-    const bool asks = start + lane < count;
-    found = cursor.find(args, first + start + lane, asks);
-    if (!asks) return;
-    const int b = found.segment / args.num_kv_heads;
-    const Visible visible = visible_keys<Config>(args, b);
-    if (found.index < visible.num_pages) {
-      const int column = visible.first_page + found.index;
-      page = args.block_table[b * static_cast<int64_t>(args.block_table_stride) + column];
-      found.position = column * kPageSize;
-      if (found.position < max(visible.begin, visible.common_begin(args)) ||
-          found.position + kPageSize > min(visible.end, visible.common_end(args)))
-        found.position += Unit::kMasked;
-    } else if (visible.length > 0) {
-      found.position = Unit::kExact;
+    const bool asks = lane < kUnits / 2 && start + lane < count;
+    Unit unit = cursor.find(args, first + start + lane, asks);
+    if (asks) {
+      const int b = unit.segment / Config::kKVHeads, head = unit.segment % Config::kKVHeads;
+      const Visible visible = visible_keys<Config>(args, b);
+      if (unit.index < visible.num_pages) {
+        const int column = visible.first_page + unit.index;
+        const int page = args.block_table[b * static_cast<int64_t>(args.block_table_stride) + column];
+        unit.record = page * Config::kKVHeads + head;
+        unit.position = column * kPageSize;
+        if (unit.position < max(visible.begin, visible.common_begin(args)) ||
+            unit.position + kPageSize > min(visible.end, visible.common_end(args)))
+          unit.position += Unit::kMasked;
+      } else if (visible.length > 0) {
+        unit.position = Unit::kExact;
+      }
+      smem.units[warp][(start + lane) % kUnits] = unit;
     }
+    __syncwarp();
   };
 
   // Records are fetched kStages ahead, across the borders of segments.
   auto fetch = [&](int i, int stage) {
-    if (i - looked_up >= 32) look_up(i);
+    if (i % (kUnits / 2) == 0) look_up(i);
+    const Unit unit = smem.units[warp][i % kUnits];
     const uint32_t barrier = smem_address(&smem.full[warp][stage]);
-    if (lane == i - looked_up) {
-      smem.units[warp][stage] = found;
-      if (found.position >= 0) {
-        const int64_t record = page * static_cast<int64_t>(args.num_kv_heads) + found.segment % args.num_kv_heads;
-        mbarrier_arrive_expect_tx(barrier, Config::kRecordBytes);
-        cp_async_bulk(smem_address(smem.stages[warp][stage]), args.pages + record * Config::kRecordBytes,
-                      Config::kRecordBytes, barrier);
-      } else if (found.position == Unit::kNothing) {
-        mbarrier_arrive_expect_tx(barrier, 0);
-      }
-    }
-    if constexpr (Config::kExact) {
-      __syncwarp();
-      const Unit unit = smem.units[warp][stage];
-      if (unit.position == Unit::kExact) fetch_exact<Config>(args, unit, smem.stages[warp][stage], barrier);
+    if (Config::kExact && unit.position == Unit::kExact) {
+      fetch_exact<Config>(args, unit, smem.stages[warp][stage], barrier);
+    } else if (lane == 0) {
+      const bool is_page = unit.position >= 0;
+      mbarrier_arrive_expect_tx(barrier, is_page ? Config::kRecordBytes : 0);
+      if (is_page)
+        cp_async_bulk(smem_address(smem.stages[warp][stage]),
+                      args.pages + unit.record * static_cast<int64_t>(Config::kRecordBytes), Config::kRecordBytes,
+                      barrier);
     }
   };
   for (int i = 0; i < min(Config::kStages, count); ++i) fetch(i, i);
-  __syncwarp();
 
   int segment = -1, begin = 0;  // and its first unit
   Query<Config> query;
@@ -176,7 +164,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   const bool has_rows = column < S::kRowMask;
   auto finish_segment = [&](bool is_last) {
     state.settle();
-    if (begin >= first && begin + visible_keys<Config>(args, segment / args.num_kv_heads).units() <= first + count) {
+    if (begin >= first && begin + visible_keys<Config>(args, segment / Config::kKVHeads).units() <= first + count) {
       if (!has_rows) return;
       const Output<Config> output(args, segment, {{state.max[0], state.max[1]}, {state.sum[0], state.sum[1]}}, column,
                                   g == 0);
@@ -202,13 +190,13 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   };
   int stage = 0, phase = 0;
   for (int i = 0;; ++i) {
-    const Unit unit = i < count ? smem.units[warp][stage] : Unit{-1, -1, Unit::kNothing};
+    const Unit unit = i < count ? smem.units[warp][i % kUnits] : Unit{-1, -1, Unit::kNothing, 0};
     if (unit.segment != segment) {
       if (segment >= 0) finish_segment(i == count);
       segment = unit.segment;
       if (segment >= 0) {
         begin = first + i - unit.index;
-        query = load_query<Config>(args, segment / args.num_kv_heads, segment % args.num_kv_heads);
+        query = load_query<Config>(args, segment / Config::kKVHeads, segment % Config::kKVHeads);
         state.clear();
       }
     }
@@ -221,12 +209,11 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     }
     __syncwarp();
     if (i + Config::kStages < count) fetch(i + Config::kStages, stage);
-    __syncwarp();
     stage = stage + 1 == Config::kStages ? 0 : stage + 1;
     phase ^= stage == 0;
   }
   __syncthreads();
-  merge_partial_results(args, smem, spilled, total, quota);
+  merge_partial_results(args, smem, spilled, quota);
 }
 
 }  // namespace foscar

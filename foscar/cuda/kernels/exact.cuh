@@ -22,7 +22,7 @@ template <typename Config>
 __device__ __forceinline__ void fetch_exact(const DecodeArguments& args, const Unit& unit, uint8_t* stage,
                                             uint32_t barrier) {
   using E = ExactStage<Config>;
-  const int lane = threadIdx.x % 32, b = unit.segment / args.num_kv_heads, head = unit.segment % args.num_kv_heads;
+  const int lane = threadIdx.x % 32, b = unit.segment / Config::kKVHeads, head = unit.segment % Config::kKVHeads;
   const Visible visible = visible_keys<Config>(args, b);
   const ExactBlock block = exact_block(visible, unit.index - visible.num_pages);
   if (lane == 0) mbarrier_arrive_expect_tx(barrier, E::kTransferred);
@@ -31,7 +31,7 @@ __device__ __forceinline__ void fetch_exact(const DecodeArguments& args, const U
   const int position = block.position + min(lane % kExactBlock, block.count - 1);
   const int row = position < args.sink_tokens ? position : args.sink_tokens + position % args.ring_tokens;
   const int64_t seq_id = args.seq_ids ? args.seq_ids[b] : b;
-  const int64_t rows = (seq_id * args.num_kv_heads + head) * 2 + lane / kExactBlock;
+  const int64_t rows = (seq_id * Config::kKVHeads + head) * 2 + lane / kExactBlock;
   const auto* const source = static_cast<const uint8_t*>(args.exact) +
                              (rows * (args.sink_tokens + args.ring_tokens) + row) * E::kRowBytes;
   cp_async_bulk(smem_address(stage + lane * E::kPitch), source, E::kRowBytes, barrier);
@@ -44,7 +44,7 @@ __device__ __forceinline__ void attend_exact(const DecodeArguments& args, const 
   using E = ExactStage<Config>;
   using T = typename Config::T;
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const int b = unit.segment / args.num_kv_heads, head = unit.segment % args.num_kv_heads;
+  const int b = unit.segment / Config::kKVHeads, head = unit.segment % Config::kKVHeads;
   const Visible visible = visible_keys<Config>(args, b);
   const ExactBlock block = exact_block(visible, unit.index - visible.num_pages);
   state.to_values();
@@ -52,8 +52,9 @@ __device__ __forceinline__ void attend_exact(const DecodeArguments& args, const 
   // S^T = K q^T: row g is token g; rows 8 to 15 are zero.
   const int row = g & S::kRowMask;
   const bool valid = row < args.q_len * args.group;
-  const T* const q = static_cast<const T*>(args.q) + b * args.q_strides[0] + (row / args.group) * args.q_strides[1] +
-                     (head * args.heads_per_kv + row % args.group) * args.q_strides[2] + 2 * c;
+  const Row which(args, row);
+  const T* const q = static_cast<const T*>(args.q) + b * args.q_strides[0] + which.token * args.q_strides[1] +
+                     (head * args.heads_per_kv + which.head) * args.q_strides[2] + 2 * c;
   const uint32_t matrix = smem_address(stage + lane % 8 * E::kPitch + lane / 8 * 16);
   float products[2][4] = {};
 #pragma unroll

@@ -8,23 +8,46 @@
 
 namespace foscar {
 
-// Rows of a lane's two columns in part.
+// Maxima and sums of a lane's two columns; no sum, no token.
 struct Statistics {
-  float max[2], sum[2];  // no sum, no token
+  float max[2], sum[2];
 };
 
-// Brings `sum` and `o` to a new maximum and adds another partial result.
-__device__ __forceinline__ void merge(Statistics& into, float4& o, const Statistics& from, const float4& more) {
-  float keep[2], take[2];
+// A lane's part of a partial result.
+struct Part {
+  float4 o, statistics;
+};
+
+// Merges `count` partial results. Eight are on their way at a time.
+template <typename Load>
+__device__ __forceinline__ Statistics merge_parts(int count, float4& o, Load load) {
+  constexpr int kBatch = 8;
+  Statistics state = {{kNoMax, kNoMax}, {0.f, 0.f}};
+  o = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+  for (int first = 0; first < count; first += kBatch) {
+    Part parts[kBatch];
 #pragma unroll
-  for (int col = 0; col < 2; ++col) {
-    const float top = fmaxf(into.max[col], from.max[col]);
-    keep[col] = ex2(into.max[col] - top), take[col] = ex2(from.max[col] - top);
-    into.sum[col] = fmaf(into.sum[col], keep[col], from.sum[col] * take[col]);
-    into.max[col] = top;
+    for (int i = 0; i < kBatch; ++i)
+      parts[i] = first + i < count ? load(first + i) : Part{{0.f, 0.f, 0.f, 0.f}, {kNoMax, kNoMax, 0.f, 0.f}};
+    float top[2] = {state.max[0], state.max[1]};
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      top[0] = fmaxf(top[0], parts[i].statistics.x), top[1] = fmaxf(top[1], parts[i].statistics.y);
+    const float keep[2] = {ex2(state.max[0] - top[0]), ex2(state.max[1] - top[1])};
+    o.x *= keep[0], o.y *= keep[1], o.z *= keep[0], o.w *= keep[1];
+#pragma unroll
+    for (int col = 0; col < 2; ++col) state.max[col] = top[col], state.sum[col] *= keep[col];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float4 more = parts[i].o, its = parts[i].statistics;
+      const float take[2] = {ex2(its.x - top[0]), ex2(its.y - top[1])};
+      state.sum[0] = fmaf(its.z, take[0], state.sum[0]), state.sum[1] = fmaf(its.w, take[1], state.sum[1]);
+      o.x = fmaf(more.x, take[0], o.x), o.y = fmaf(more.y, take[1], o.y);
+      o.z = fmaf(more.z, take[0], o.z), o.w = fmaf(more.w, take[1], o.w);
+    }
   }
-  o.x = fmaf(o.x, keep[0], more.x * take[0]), o.y = fmaf(o.y, keep[1], more.y * take[1]);
-  o.z = fmaf(o.z, keep[0], more.z * take[0]), o.w = fmaf(o.w, keep[1], more.w * take[1]);
+  return state;
 }
 
 // Where a lane writes what it has of a segment, and what numerators are multiplied by.
@@ -36,13 +59,13 @@ struct Output {
   // Lets sink logits into the sums; one lane of a row's writes its log-sum-exp.
   __device__ __forceinline__ Output(const DecodeArguments& args, int segment, Statistics state, int column,
                                     bool writes_lse) {
-    const int b = segment / args.num_kv_heads;
+    const int b = segment / Config::kKVHeads;
 #pragma unroll
     for (int col = 0; col < 2; ++col) {
-      const int r = column + col, token = r / args.group;
       row[col] = nullptr;
-      if (r >= args.q_len * args.group) continue;
-      const int head = segment % args.num_kv_heads * args.heads_per_kv + r % args.group;
+      if (column + col >= args.q_len * args.group) continue;
+      const Row which(args, column + col);
+      const int head = segment % Config::kKVHeads * args.heads_per_kv + which.head;
       float max = state.max[col], sum = state.sum[col];
       float lse = -CUDART_INF_F;
       factor[col] = sum == 0.f ? 0.f : 1.f / sum;  // NaN stays NaN
@@ -55,8 +78,8 @@ struct Output {
         }
         lse = (max + lg2(sum)) * 0.6931471805599453f;
       }
-      if (writes_lse) args.lse[b * args.lse_strides[0] + token * args.lse_strides[1] + head] = lse;
-      row[col] = static_cast<typename Config::T*>(args.out) + b * args.out_strides[0] + token * args.out_strides[1] +
+      if (writes_lse) args.lse[b * args.lse_strides[0] + which.token * args.lse_strides[1] + head] = lse;
+      row[col] = static_cast<typename Config::T*>(args.out) + b * args.out_strides[0] + which.token * args.out_strides[1] +
                  head * args.out_strides[2];
     }
   }

@@ -98,11 +98,12 @@ __device__ __forceinline__ Query<Config> load_query(const DecodeArguments& args,
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const int row = g & S::kRowMask;
   const bool valid = row < args.q_len * args.group && c * S::kRun < S::kHeadDim;
-  const int64_t base = b * args.q_strides[0] + (row / args.group) * args.q_strides[1] +
-                       (h * args.heads_per_kv + row % args.group) * args.q_strides[2] + c * S::kRun;
+  const Row which(args, row);
+  const int64_t base = b * args.q_strides[0] + which.token * args.q_strides[1] +
+                       (h * args.heads_per_kv + which.head) * args.q_strides[2] + c * S::kRun;
   using T = typename Config::T;
   float x[S::kRun];
-  float sum = 0.f, top = 0.f;
+  float sums[8] = {}, tops[8] = {};
 #pragma unroll
   for (int i = 0; i < S::kRun; i += 8) {
     uint4 loaded = {0, 0, 0, 0};
@@ -111,10 +112,15 @@ __device__ __forceinline__ Query<Config> load_query(const DecodeArguments& args,
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       x[i + j] = static_cast<float>(values[j]);
-      sum += x[i + j];
-      top = fmaxf(top, fabsf(x[i + j]));
+      sums[j] += x[i + j];
+      tops[j] = fmaxf(tops[j], fabsf(x[i + j]));
     }
   }
+#pragma unroll
+  for (int n = 4; n > 0; n /= 2)
+#pragma unroll
+    for (int j = 0; j < n; ++j) sums[j] += sums[j + n], tops[j] = fmaxf(tops[j], tops[j + n]);
+  float sum = sums[0], top = tops[0];
 #pragma unroll
   for (int d = 1; d < 4; d *= 2) {
     sum += __shfl_xor_sync(kAllLanes, sum, d);
@@ -172,7 +178,7 @@ __device__ __forceinline__ float soft_cap(const DecodeArguments& args, float sco
 template <typename Config>
 __device__ __forceinline__ bool is_hidden(const DecodeArguments& args, const Visible& visible, int column, int key,
                                          int begin, int end) {
-  const int last = visible.length - args.tail + (column & Shape<Config>::kRowMask) / args.group;
+  const int last = visible.length - args.tail + Row(args, column & Shape<Config>::kRowMask).token;
   return key < begin || key >= end || key > last || (args.window_left >= 0 && key < last - args.window_left);
 }
 
@@ -227,7 +233,7 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
   const bool masked = position & Unit::kMasked;
   const int first_key = position - Unit::kMasked + 8 * first + g;  // if masked
   if (masked) {
-    const Visible visible = visible_keys<Config>(args, segment / args.num_kv_heads);
+    const Visible visible = visible_keys<Config>(args, segment / Config::kKVHeads);
 #pragma unroll
     for (int i = 0; i < kTokens; ++i)
       if (first_key + 8 * i < visible.begin || first_key + 8 * i >= visible.end) k_words[i] = v_words[i] = 0;
@@ -249,7 +255,7 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
       for (int col = 0; col < 2; ++col) s[i][col] = soft_cap(args, s[i][col]) - state.max[col];
   }
   if (masked) {
-    const Visible visible = visible_keys<Config>(args, segment / args.num_kv_heads);
+    const Visible visible = visible_keys<Config>(args, segment / Config::kKVHeads);
 #pragma unroll
     for (int col = 0; col < 2; ++col)
 #pragma unroll

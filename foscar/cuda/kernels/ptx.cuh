@@ -46,6 +46,14 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
+// Parallel Synchronization and Communication Instructions: atom.add, releasing what came before and acquiring what others
+// released; returns the old value
+__device__ __forceinline__ uint32_t atomic_add_acq_rel(uint32_t* address, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");
+  return old;
+}
+
 // Data Movement and Conversion Instructions: cp.async.bulk, of bytes that are not read again: they leave L2 first
 __device__ __forceinline__ void cp_async_bulk(uint32_t destination, const void* source, uint32_t bytes,
                                               uint32_t barrier) {

@@ -9,9 +9,13 @@
 
 namespace foscar {
 
-constexpr int kExactBlock = 8;  // tokens
+constexpr int kExactBlock = 8;        // tokens
+constexpr unsigned kLeastQuota = 4;  // of a CTA: a page for each of an SM's quarters
 
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+template <typename T>
+__device__ __forceinline__ T ceil_div(T a, T b) {
+  return (a + b - 1) / b;
+}
 
 // The keys of a sequence that its queries can see, and where they are. Ends of ranges are exclusive.
 struct Visible {
@@ -70,9 +74,10 @@ __device__ __forceinline__ ExactBlock exact_block(const Visible& visible, int bl
 
 // What lies in a stage.
 struct Unit {
-  int segment;   // sequence * num_kv_heads + head
+  int segment;   // sequence * kKVHeads + head
   int index;     // among the segment's units
   int position;  // a page: of its first token, plus kMasked; or one of the following
+  int record;    // a page: among all
 
   static constexpr int kMasked = 1;  // not all of its tokens are seen by all rows
   static constexpr int kExact = -1, kNothing = -2;
@@ -101,19 +106,19 @@ struct Cursor {
 
   // Finds the unit that each lane asks for; `wanted` must not be before any that was asked for earlier.
   __device__ __forceinline__ Unit find(const DecodeArguments& args, int wanted, bool asks) {
-    Unit unit = {-1, -1, Unit::kNothing};
+    Unit unit = {-1, -1, Unit::kNothing, 0};
     while (true) {
       const Units units = load(args);
       const int after = before + __shfl_sync(kAllLanes, units.sum, 31);
       int i = 0;  // lanes whose sequences end at or before the wanted unit
 #pragma unroll
       for (int step = 16; step > 0; step /= 2)
-        if ((before + __shfl_sync(kAllLanes, units.sum, i + step - 1)) * args.num_kv_heads <= wanted) i += step;
+        if ((before + __shfl_sync(kAllLanes, units.sum, i + step - 1)) * Config::kKVHeads <= wanted) i += step;
       const int own = __shfl_sync(kAllLanes, units.own, i);
       const int its_before = before + __shfl_sync(kAllLanes, units.sum, i) - own;
-      if (asks && wanted < after * args.num_kv_heads) {
-        const int within = wanted - its_before * args.num_kv_heads, head = within / own;
-        unit.segment = (first + i) * args.num_kv_heads + head;
+      if (asks && wanted < after * Config::kKVHeads) {
+        const int within = wanted - its_before * Config::kKVHeads, head = within / own;
+        unit.segment = (first + i) * Config::kKVHeads + head;
         unit.index = within - head * own;
         asks = false;
       }
@@ -131,18 +136,17 @@ __device__ __forceinline__ int count_units(const DecodeArguments& args) {
   for (int b = threadIdx.x % 32; b < args.batch; b += 32) total += visible_keys<Config>(args, b).units();
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) total += __shfl_xor_sync(kAllLanes, total, d);
-  return total * args.num_kv_heads;
+  return total * Config::kKVHeads;
 }
 
 // Units of a CTA's run. The busiest warp's share is what counts. Any quota that does not raise it will do: one that is
 // a multiple or a fraction of a segment, if all are alike, leaves fewer segments to be shared between CTAs.
 template <typename Config>
-__device__ __forceinline__ int cta_quota(const DecodeArguments& args, int total) {
-  const int ctas = gridDim.x, segments = args.batch * args.num_kv_heads;
-  const int warp_share = ceil_div(total, ctas * Config::kWarps);
-  const int most = warp_share * Config::kWarps, least = warp_share == 1 ? most : ceil_div(total, ctas);
-  const int segment = total / segments;
-  const int aligned = segment >= least ? ceil_div(segment, segment / least) : ceil_div(least, segment) * segment;
+__device__ __forceinline__ unsigned cta_quota(const DecodeArguments& args, unsigned total) {
+  const unsigned ctas = gridDim.x, segments = args.batch * Config::kKVHeads;
+  const unsigned most = ceil_div(total, ctas * Config::kWarps) * Config::kWarps;
+  const unsigned least = max(ceil_div(total, ctas), kLeastQuota), segment = total / segments;
+  const unsigned aligned = segment >= least ? ceil_div(segment, segment / least) : ceil_div(least, segment) * segment;
   return aligned <= most ? aligned : least;
 }
 
@@ -152,7 +156,7 @@ struct Share {
 };
 
 template <typename Config>
-__device__ __forceinline__ Share warp_share(int first, int count, int warp) {
+__device__ __forceinline__ Share warp_share(int first, unsigned count, int warp) {
   const int base = count / Config::kWarps, extra = count % Config::kWarps;
   return {first + warp * base + min(warp, extra), base + (warp < extra)};
 }

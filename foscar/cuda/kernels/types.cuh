@@ -35,13 +35,21 @@ struct DecodeArguments {
   int64_t q_strides[3];         // batch, token, head; in elements
   int64_t out_strides[3];
   int64_t lse_strides[2];       // batch, token
-  int batch, num_kv_heads;
+  int batch;
   int q_len, tail;              // query tokens, and the tokens from the first of them to the end of the sequence
   int group, heads_per_kv;      // query heads of a KV head: those attended here, and all in q
+  int group_inverse;            // 2^16 / group, rounded up
   int block_table_stride;
   int window_left;              // -1: none
   int sink_tokens, ring_tokens;
   float sm_scale, softcap;      // softcap 0: none
+};
+
+// A row of a KV head's query: which token's, and which head of the group's.
+struct Row {
+  int token, head;
+  __device__ __forceinline__ Row(const DecodeArguments& args, int row)
+      : token(row * args.group_inverse >> 16), head(row - token * args.group) {}
 };
 
 template <typename Config>
