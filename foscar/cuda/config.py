@@ -46,14 +46,19 @@ class DecodeConfig:
     def choose(spec: CacheSpec, dtype: torch.dtype, rows: int) -> DecodeConfig:
         """Pick the variant for a number of query rows of a KV head, and its shape.
 
-        As many warps as registers allow, in one CTA, then as many stages as fit, up to 4. With 4-bit keys and head_dim
-        96 or 128 the loop needs more than the 128 registers that four warps of each of an SM's quarters leave it.
+        As many warps as registers allow, in one CTA, then as many stages as fit, up to 4. Sixteen warps leave 128
+        registers to each; with 4-bit keys, or with exact tokens for 8 rows, head_dim 96 and 128 need more.
         """
-        warps = 8 if spec.head_dim == 256 else 12 if spec.k.bits == 4 and spec.head_dim in (96, 128) else 16
+        halves = rows <= MAX_ROWS // 2
+        warps = 16
+        if spec.head_dim == 256:
+            warps = 8
+        elif spec.head_dim in (96, 128) and (spec.k.bits == 4 or (spec.exact_tokens and not halves)):
+            warps = 12
         budget = _SM_SHARED_BYTES - _EXTRA_BYTES
         while budget // (warps * spec.record_bytes) < 2:
             warps -= 1
-        return DecodeConfig(spec, dtype, rows <= MAX_ROWS // 2, warps, min(budget // (warps * spec.record_bytes), 4))
+        return DecodeConfig(spec, dtype, halves, warps, min(budget // (warps * spec.record_bytes), 4))
 
     @property
     def tiles(self) -> int:
@@ -76,7 +81,7 @@ class DecodeConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: `SharedMemory` in decode.cuh."""
-        stages = self.warps * (self.stages * (self.spec.record_bytes + 8) + 32 * 16)
+        stages = self.warps * (self.stages * (self.spec.record_bytes + 8) + 32 * 16 + 8 + 8)
         slots = 2 * self.warps * (4 + 4 + 2 * MAX_ROWS * 4)
         return -(-(stages + slots) // 128) * 128
 

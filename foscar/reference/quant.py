@@ -15,8 +15,11 @@ import torch
 from foscar.layout import QuantSpec
 
 BF16_MAX = torch.finfo(torch.bfloat16).max
-_TINY = torch.finfo(torch.float32).tiny
+# Scales are at least this in magnitude, so that a kernel may bound p * scale instead of p. A group of smaller range is
+# as good as constant.
+LEAST_SCALE = 2.0**-60
 _HIGH_HALF = -0x10000
+_SIGN = -0x80000000
 
 
 def check_finite(name: str, x: torch.Tensor) -> None:
@@ -28,7 +31,9 @@ def check_finite(name: str, x: torch.Tensor) -> None:
         raise ValueError(f"{name}{position}={value}: must be finite and at most bfloat16's maximum, {BF16_MAX:.4g}")
 
 
-def quantize(x: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    x: torch.Tensor, spec: QuantSpec, descending: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise finite values.
 
     Parameters
@@ -37,6 +42,8 @@ def quantize(x: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tens
         ``[..., tokens, head_dim]``, any float dtype. Channel-wise, `tokens` is one block of 64.
     spec : QuantSpec
         With its group size filled in, as a CacheSpec holds it.
+    descending : torch.Tensor, optional
+        bool ``[tokens, 1 ...]``, token-wise: tokens whose codes count down from their offset, by a negative scale.
 
     Returns
     -------
@@ -52,15 +59,16 @@ def quantize(x: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tens
         limit = x.abs().sort(dim=row).values.narrow(row, min(int(spec.clip * size), size - 1), 1)
         x = x.clamp(-limit, limit)
     grouped = x.unflatten(-1, (-1, spec.group_size)) if spec.axis == "token" else x
+    sign = grouped.new_ones(()) if descending is None else torch.where(descending, -1.0, 1.0)[..., None]
+    grouped = grouped * sign
     low, high = grouped.amin(row, keepdim=True), grouped.amax(row, keepdim=True)
     offset = _round_down_to_bf16(low)
     # Halves, because a difference can exceed float32's range.
     ideal_scale = (0.5 * high - 0.5 * offset) / spec.levels * 2
-    words = _pack_words(ideal_scale, offset)
-    scale, offset = unpack_words(words)
-    # A scale below the normal range belongs to a group that is as good as constant: its offset is its value.
-    steps = ((0.5 * grouped - 0.5 * offset) / (0.5 * scale)).round().clamp(0, spec.levels)
-    codes = torch.where(scale >= _TINY, steps, 0).to(torch.uint8)
+    words = _pack_words(ideal_scale, sign * offset)
+    scale, _ = unpack_words(words)
+    codes = ((0.5 * grouped - 0.5 * offset) / (0.5 * scale)).round().clamp(0, spec.levels).to(torch.uint8)
+    words = torch.where(sign < 0, words | _SIGN, words)
     return codes.view(x.shape), words.squeeze(row)
 
 
@@ -80,5 +88,5 @@ def _round_down_to_bf16(x: torch.Tensor) -> torch.Tensor:
 def _pack_words(scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """Words whose low half is the offset and whose value is as near to the scale as the high half allows."""
     low = (offset.view(torch.int32) >> 16) & 0xFFFF
-    high = (scale.view(torch.int32) - low + 0x8000) >> 16
-    return (high.clamp(min=0) << 16) | low
+    high = (scale.clamp(min=2 * LEAST_SCALE).view(torch.int32) - low + 0x8000) >> 16
+    return (high << 16) | low

@@ -26,16 +26,24 @@ struct alignas(128) SharedMemory {
   uint8_t stages[Config::kWarps][Config::kStages][Config::kRecordBytes];  // and a warp's last partial result
   uint64_t full[Config::kWarps][Config::kStages];
   Unit units[Config::kWarps][kUnits];
+  Cursor<Config> cursors[Config::kWarps];
+  int first[Config::kWarps], begin[Config::kWarps];  // units: first of a warp's, and of the segment that it is at
   int segments[kSlots], segment_begin[kSlots];  // the segment, -1 for none, and its first unit
   float max[kSlots][kRows], sum[kSlots][kRows];
   static_assert(sizeof(stages[0]) >= Shape<Config>::kPartVectors * sizeof(float4), "a partial result fits");
 };
 
+// Where a warp leaves a partial result while its stages are in use.
+template <typename Config>
+__device__ __forceinline__ float4* spilled_part(const DecodeArguments& args, int warp) {
+  return args.warp_parts + (static_cast<int64_t>(blockIdx.x) * Config::kWarps + warp) * Shape<Config>::kPartVectors;
+}
+
 // What the warps of a CTA left in its slots, merged and handed on. A warp takes a segment's tiles, 32 lanes of them at a
 // time.
 template <typename Config>
 __device__ __forceinline__ void merge_partial_results(const DecodeArguments& args, SharedMemory<Config>& smem,
-                                                      const float4* spilled, unsigned quota) {
+                                                      unsigned quota) {
   using S = Shape<Config>;
   constexpr int kLanes = S::kPartLanes, kItemTiles = 32 / kLanes, kItems = S::kTiles / kItemTiles;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -62,7 +70,7 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
       const float2 max = *reinterpret_cast<const float2*>(smem.max[slot] + columns);
       const float2 sum = *reinterpret_cast<const float2*>(smem.sum[slot] + columns);
       const float4* const part =
-          slot % 2 ? reinterpret_cast<const float4*>(smem.stages[slot / 2]) : spilled + slot / 2 * S::kPartVectors;
+          slot % 2 ? reinterpret_cast<const float4*>(smem.stages[slot / 2]) : spilled_part<Config>(args, slot / 2);
       return {part[place], {max.x, max.y, sum.x, sum.y}};
     });
 
@@ -112,13 +120,16 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   const int cta_first = blockIdx.x * quota;
   if (cta_first >= total) return;
   const Share share = warp_share<Config>(cta_first, min(static_cast<int>(quota), total - cta_first), warp);
-  const int first = share.first, count = share.count;
+  const int count = share.count;
 
   // Units are looked up half a table at a time, by a lane each.
-  Cursor<Config> cursor = {0, 0};
+  if (lane == 0) smem.cursors[warp] = {0, 0}, smem.first[warp] = share.first;
+  __syncwarp();
   auto look_up = [&](int start) {
     const bool asks = lane < kUnits / 2 && start + lane < count;
-    Unit unit = cursor.find(args, first + start + lane, asks);
+    Cursor<Config> cursor = smem.cursors[warp];
+    Unit unit = cursor.find(args, smem.first[warp] + start + lane, asks);
+    if (lane == 0) smem.cursors[warp] = cursor;
     if (asks) {
       const int b = unit.segment / Config::kKVHeads, head = unit.segment % Config::kKVHeads;
       const Visible visible = visible_keys<Config>(args, b);
@@ -156,14 +167,14 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   };
   for (int i = 0; i < min(Config::kStages, count); ++i) fetch(i, i);
 
-  int segment = -1, begin = 0;  // and its first unit
+  int segment = -1;
   Query<Config> query;
   State<Config> state;
-  float4* const spilled = args.warp_parts + static_cast<int64_t>(blockIdx.x) * Config::kWarps * S::kPartVectors;
   const int column = 2 * (lane % 4), g = lane / 4;
   const bool has_rows = column < S::kRowMask;
   auto finish_segment = [&](bool is_last) {
     state.settle();
+    const int begin = smem.begin[warp], first = smem.first[warp];
     if (begin >= first && begin + visible_keys<Config>(args, segment / Config::kKVHeads).units() <= first + count) {
       if (!has_rows) return;
       const Output<Config> output(args, segment, {{state.max[0], state.max[1]}, {state.sum[0], state.sum[1]}}, column,
@@ -175,7 +186,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     }
     // The last partial result may take the warp's stages; an earlier one, while they are in use, goes to global memory.
     const int slot = 2 * warp + is_last;
-    float4* const part = is_last ? reinterpret_cast<float4*>(smem.stages[warp]) : spilled + warp * S::kPartVectors;
+    float4* const part = is_last ? reinterpret_cast<float4*>(smem.stages[warp]) : spilled_part<Config>(args, warp);
     __syncwarp();
     if (lane == 0) smem.segments[slot] = segment, smem.segment_begin[slot] = begin;
     if (!has_rows) return;
@@ -188,20 +199,20 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       *reinterpret_cast<float2*>(smem.sum[slot] + column) = {state.sum[0], state.sum[1]};
     }
   };
-  int stage = 0, phase = 0;
   for (int i = 0;; ++i) {
+    const unsigned round = static_cast<unsigned>(i) / Config::kStages, stage = i - round * Config::kStages;
     const Unit unit = i < count ? smem.units[warp][i % kUnits] : Unit{-1, -1, Unit::kNothing, 0};
     if (unit.segment != segment) {
       if (segment >= 0) finish_segment(i == count);
       segment = unit.segment;
       if (segment >= 0) {
-        begin = first + i - unit.index;
+        if (lane == 0) smem.begin[warp] = smem.first[warp] + i - unit.index;
         query = load_query<Config>(args, segment / Config::kKVHeads, segment % Config::kKVHeads);
         state.clear();
       }
     }
     if (i >= count) break;
-    mbarrier_wait(smem_address(&smem.full[warp][stage]), phase);
+    mbarrier_wait(smem_address(&smem.full[warp][stage]), round & 1);
     if (unit.position >= 0) {
       attend_page(args, smem.stages[warp][stage], query, state, segment, unit.position);
     } else if (Config::kExact && unit.position == Unit::kExact) {
@@ -209,11 +220,9 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     }
     __syncwarp();
     if (i + Config::kStages < count) fetch(i + Config::kStages, stage);
-    stage = stage + 1 == Config::kStages ? 0 : stage + 1;
-    phase ^= stage == 0;
   }
   __syncthreads();
-  merge_partial_results(args, smem, spilled, quota);
+  merge_partial_results(args, smem, quota);
 }
 
 }  // namespace foscar

@@ -57,7 +57,7 @@ __device__ __forceinline__ void attend_exact(const DecodeArguments& args, const 
                      (head * args.heads_per_kv + which.head) * args.q_strides[2] + 2 * c;
   const uint32_t matrix = smem_address(stage + lane % 8 * E::kPitch + lane / 8 * 16);
   float products[2][4] = {};
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < S::kHeadDim / 32; ++i) {
     uint32_t k[4], operand[4];
     ldmatrix_x4(k, matrix + i * 64);
@@ -75,7 +75,7 @@ __device__ __forceinline__ void attend_exact(const DecodeArguments& args, const 
     if (is_hidden<Config>(args, visible, 2 * c + col, block.position + g, block.position, block.position + block.count))
       s[col] = -CUDART_INF_F;
   }
-  if (__any_sync(kAllLanes, s[0] > 0.f || s[1] > 0.f || state.fresh[0] || state.fresh[1])) {
+  if (__any_sync(kAllLanes, s[0] > 0.f || s[1] > 0.f || state.any_fresh())) {
     const float2 rise = state.raise({s[0], s[1]});
     s[0] -= rise.x, s[1] -= rise.y;
   }

@@ -28,8 +28,10 @@ __device__ __forceinline__ Statistics merge_parts(int count, float4& o, Load loa
   for (int first = 0; first < count; first += kBatch) {
     Part parts[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      parts[i] = first + i < count ? load(first + i) : Part{{0.f, 0.f, 0.f, 0.f}, {kNoMax, kNoMax, 0.f, 0.f}};
+    for (int i = 0; i < kBatch; ++i) parts[i] = load(min(first + i, count - 1));
+#pragma unroll
+    for (int i = 1; i < kBatch; ++i)
+      if (first + i >= count) parts[i].statistics = {kNoMax, kNoMax, 0.f, 0.f};
     float top[2] = {state.max[0], state.max[1]};
 #pragma unroll
     for (int i = 0; i < kBatch; ++i)

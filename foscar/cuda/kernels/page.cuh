@@ -5,24 +5,42 @@
 
 namespace foscar {
 
-// How one operand is packed, and the masks and weights that follow.
+// V's codes as fp16 operands. A word's bytes are tokens, a byte's fields channels. Field f and all below it are taken
+// together, as the subnormal (sum of code << kBits * field) * 2^-24; differences of the products single a field out. So
+// the last field of a byte that stands alone needs no mask.
 template <int kBits>
-struct Codes {
+struct VCodes {
   static constexpr int kFields = 8 / kBits;  // of a byte
-  static constexpr uint32_t kMask = kBits == 2 ? 0x00030003u : 0x000f000fu;
-  // Field f of both halves of a word: two fp16 operands, code * 2^-24 * weight(f).
-  static __device__ __forceinline__ uint32_t field(uint32_t word, int f) { return word & (kMask << (kBits * f)); }
-  static __device__ __forceinline__ constexpr float inverse_weight(int f) { return 1.f / (1 << (kBits * f)); }
+  static __device__ __forceinline__ uint32_t up_to_field(uint32_t bytes, int f) {
+    return bytes & (0x00ff00ffu >> (8 - kBits * (f + 1)) & 0x00ff00ffu);
+  }
+};
+
+// K's codes as unsigned bytes. A byte of a word is 8 / kBits neighbouring channels. Operand 2 i + j of kOperands has
+// field 2 i + j of all four bytes, times weight(j).
+template <int kBits>
+struct KCodes {
+  static constexpr int kOperands = 8 / kBits;
+  static constexpr uint32_t kMask = kBits == 2 ? 0x03030303u : 0x0f0f0f0fu;
+  static __device__ __forceinline__ uint32_t operand(uint32_t word, int n) {
+    if (kBits == 4) return (n ? word >> 4 : word) & kMask;
+    return (n / 2 ? word >> 4 : word) & (kMask << (n % 2 * 2));
+  }
+  static __device__ __forceinline__ constexpr int weight(int n) { return kBits == 2 && n % 2 ? 4 : 1; }
 };
 
 // What a warp accumulates for one (sequence, head). Maxima and scores are in powers of two. With kHalves, columns 4 to 7
 // of o are of no meaning.
 template <typename Config>
 struct State {
-  float o[Shape<Config>::kTiles][4];  // in units of codes, or of values
+  float o[Shape<Config>::kTiles][4];  // products of fields taken together, or values
   float max[2], sum[2], offset[2];    // of columns 2c and 2c + 1; sum and offset of this lane's tokens only
-  bool fresh[2];                      // no token seen yet: max is 0, and not one
-  bool in_values;
+  int flags;
+
+  static constexpr int kFresh = 1;     // shifted by the column: no token seen yet, max is 0, and not one
+  static constexpr int kInValues = 4;  // o is in units of values
+  __device__ __forceinline__ bool is_fresh(int col) const { return flags & kFresh << col; }
+  __device__ __forceinline__ bool any_fresh() const { return flags & 3 * kFresh; }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -30,8 +48,8 @@ struct State {
 #pragma unroll
       for (int j = 0; j < 4; ++j) o[i][j] = 0.f;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) max[i] = sum[i] = offset[i] = 0.f, fresh[i] = true;
-    in_values = false;
+    for (int i = 0; i < 2; ++i) max[i] = sum[i] = offset[i] = 0.f;
+    flags = 3 * kFresh;
   }
 
   // Raises the maxima to where a lane's `top`, a maximum of scores less the present one, is at most 0. Returns by how
@@ -43,9 +61,10 @@ struct State {
 #pragma unroll
       for (int d = Config::kHalves ? 2 : 4; d < 32; d *= 2)
         rise[col] = fmaxf(rise[col], __shfl_xor_sync(kAllLanes, rise[col], d));
-      if (!fresh[col]) rise[col] = fmaxf(rise[col], 0.f);
-      if (rise[col] == -CUDART_INF_F) rise[col] = 0.f;
-      else if (fresh[col]) fresh[col] = false;
+      if (!is_fresh(col)) rise[col] = fmaxf(rise[col], 0.f);
+      const bool seen = rise[col] > -CUDART_INF_F;
+      if (seen) flags &= ~(kFresh << col);
+      else rise[col] = 0.f;
       const float factor = ex2(fminf(-rise[col], 0.f));  // what is fresh is 0
       max[col] += rise[col];
       sum[col] *= factor;
@@ -56,15 +75,19 @@ struct State {
     return {rise[0], rise[1]};
   }
 
-  // Brings o from units of codes to those of values.
+  // Brings o from products of fields taken together to those of values.
   __device__ __forceinline__ void to_values() {
-    using V = Codes<Config::kVBits>;
-    if (in_values) return;
-    in_values = true;
+    constexpr int kFields = VCodes<Config::kVBits>::kFields;
+    if (flags & kInValues) return;
+    flags |= kInValues;
 #pragma unroll
-    for (int t = 0; t < Shape<Config>::kTiles; ++t)
+    for (int i = 2 * Shape<Config>::kTiles - 1; i >= 0; --i)  // 8 channels, of field i % kFields
 #pragma unroll
-      for (int i = 0; i < 4; ++i) o[t][i] *= kCodeUnit * V::inverse_weight((2 * t + i / 2) % V::kFields);
+      for (int col = 0; col < 2; ++col) {
+        float& own = o[i / 2][i % 2 * 2 + col];
+        if (i % kFields > 0) own -= o[(i - 1) / 2][(i - 1) % 2 * 2 + col];
+        own *= kCodeUnit / (1 << Config::kVBits * (i % kFields));
+      }
   }
 
   // Sums over lanes and brings o to numerators of the output.
@@ -79,29 +102,30 @@ struct State {
       }
 #pragma unroll
       for (int t = 0; t < Shape<Config>::kTiles; ++t) o[t][col] += offset[col], o[t][col + 2] += offset[col];
-      if (fresh[col]) max[col] = kNoMax;
+      if (is_fresh(col)) max[col] = kNoMax;
     }
   }
 };
 
-// The query of one (sequence, head) as B operand, and its sum over channels.
+// The query of one (sequence, head) as B operand: integers of 16 bits, row by row, in two signed digits.
 template <typename Config>
 struct Query {
-  uint32_t fragment[Shape<Config>::kKSteps][2];
-  float score_unit[2], sum[2];  // of columns 2c and 2c + 1, in powers of two, sm_scale included
+  uint32_t digit[2][Shape<Config>::kKSteps][2];  // the high one first
+  int rounding[2];              // of columns 2c and 2c + 1: what rounding took from the integers, times the mean code
+  float score_unit[2], sum[2];  // in powers of two, sm_scale included
 };
 
 template <typename Config>
 __device__ __forceinline__ Query<Config> load_query(const DecodeArguments& args, int b, int h) {
   using S = Shape<Config>;
-  using K = Codes<Config::kKBits>;
+  using K = KCodes<Config::kKBits>;
+  using T = typename Config::T;
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const int row = g & S::kRowMask;
   const bool valid = row < args.q_len * args.group && c * S::kRun < S::kHeadDim;
   const Row which(args, row);
   const int64_t base = b * args.q_strides[0] + which.token * args.q_strides[1] +
                        (h * args.heads_per_kv + which.head) * args.q_strides[2] + c * S::kRun;
-  using T = typename Config::T;
   float x[S::kRun];
   float sums[8] = {}, tops[8] = {};
 #pragma unroll
@@ -120,34 +144,44 @@ __device__ __forceinline__ Query<Config> load_query(const DecodeArguments& args,
   for (int n = 4; n > 0; n /= 2)
 #pragma unroll
     for (int j = 0; j < n; ++j) sums[j] += sums[j + n], tops[j] = fmaxf(tops[j], tops[j + n]);
-  float sum = sums[0], top = tops[0];
+  float sum = sums[0], top = fmaxf(tops[0], kLeastQuery);
 #pragma unroll
   for (int d = 1; d < 4; d *= 2) {
     sum += __shfl_xor_sync(kAllLanes, sum, d);
     top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
   }
-  // A power of two that brings the largest value into [2^14, 2^15): exact, and far from fp16's ends. NaN stays NaN.
-  const int exponent = min(max((static_cast<int>(__float_as_uint(top) >> 23) & 255) - 127, -100), 100);
-  const float normaliser = __uint_as_float((127 + 14 - exponent) << 23);
+  constexpr float kMost = 127 * 256 + 127;  // of two digits
+  const float scale = kMost / top;
+  float rounding = 0.f;
   Query<Config> query;
-  constexpr int kChannels = 4 * K::kFields;  // of a word
 #pragma unroll
-  for (int w = 0; w < S::kRunWords; ++w)
+  for (int step = 0; step < S::kKSteps; ++step)
 #pragma unroll
-    for (int f = 0; f < K::kFields; ++f)
+    for (int half = 0; half < 2; ++half) {
+      const int n = 2 * step + half;  // operand, of all words
+      uint32_t high = 0, low = 0;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        // Bytes `half` and `half + 2` of the word, field f.
-        const int channel = w * kChannels + half * K::kFields + f;
-        const float scale = normaliser * K::inverse_weight(f);
-        const __half2 pair = __floats2half2_rn(x[channel] * scale, x[channel + 2 * K::kFields] * scale);
-        query.fragment[w * K::kFields + f][half] = *reinterpret_cast<const uint32_t*>(&pair);
+      for (int byte = 0; byte < 4; ++byte) {
+        const int channel = n / K::kOperands * (4 * K::kOperands) + byte * K::kOperands + n % K::kOperands;
+        const float exact = x[channel] * (scale / K::weight(n % K::kOperands)), rounded = rintf(exact);
+        rounding = fmaf(exact - rounded, K::weight(n % K::kOperands), rounding);
+        const int value = static_cast<int>(rounded);
+        high |= (value + 128 >> 8 & 0xff) << 8 * byte;
+        low |= (value & 0xff) << 8 * byte;
       }
+      query.digit[0][step][half] = high;
+      query.digit[1][step][half] = low;
+    }
+#pragma unroll
+  for (int d = 1; d < 4; d *= 2) rounding += __shfl_xor_sync(kAllLanes, rounding, d);
+  const int mean_rounding = __float2int_rn(rounding * (((1 << Config::kKBits) - 1) / 2.f));
   const float unit = args.sm_scale * kLog2e;
   sum *= unit;
-  const float score_unit = unit * kCodeUnit / normaliser;
+  float score_unit = unit / scale;
+  if (!(fabsf(sum) < CUDART_INF_F)) score_unit = CUDART_NAN_F;  // q is not finite, nor is its row
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
+    query.rounding[i] = __shfl_sync(kAllLanes, mean_rounding, (2 * c + i) * 4);
     query.sum[i] = __shfl_sync(kAllLanes, sum, (2 * c + i) * 4);
     query.score_unit[i] = __shfl_sync(kAllLanes, score_unit, (2 * c + i) * 4);
   }
@@ -188,30 +222,30 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
                                             const Query<Config>& query, State<Config>& state, int segment,
                                             int position) {
   using S = Shape<Config>;
-  using K = Codes<Config::kKBits>;
-  using V = Codes<Config::kVBits>;
+  using K = KCodes<Config::kKBits>;
+  using V = VCodes<Config::kVBits>;
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
 
   // S^T = K q^T: rows are tokens 16 j + g and 16 j + 8 + g.
-  float products[4][4];
+  int products[4][4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     uint32_t low[S::kRunWords], high[S::kRunWords];
     const uint8_t* row = record + Config::kKCodes + (16 * j + g) * S::kRowBytes + c * (S::kRunWords * 4);
     load_words(low, row);
     load_words(high, row + 8 * S::kRowBytes);
+    int digits[2][4] = {{}, {query.rounding[0], query.rounding[1], query.rounding[0], query.rounding[1]}};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) products[j][i] = 0.f;
+    for (int step = 0; step < S::kKSteps; ++step) {
+      const int word = 2 * step / K::kOperands, n = 2 * step % K::kOperands;
+      const uint32_t a[4] = {K::operand(low[word], n), K::operand(high[word], n), K::operand(low[word], n + 1),
+                             K::operand(high[word], n + 1)};
 #pragma unroll
-    for (int w = 0; w < S::kRunWords; ++w) {
-      const uint32_t low_odd = low[w] >> 8, high_odd = high[w] >> 8;
-#pragma unroll
-      for (int f = 0; f < K::kFields; ++f) {
-        const uint32_t(&b)[2] = query.fragment[w * K::kFields + f];
-        mma_m16n8k16<__half>(products[j], K::field(low[w], f), K::field(high[w], f), K::field(low_odd, f),
-                     K::field(high_odd, f), b[0], b[1]);
-      }
+      for (int i = 0; i < 2; ++i)
+        mma_m16n8k32(digits[i], a[0], a[1], a[2], a[3], query.digit[i][step][0], query.digit[i][step][1]);
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) products[j][i] = digits[0][i] * 256 + digits[1][i];
   }
 
   // This lane's tokens are 8 (first + i) + g, for i below kTokens.
@@ -222,22 +256,16 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
   for (int i = 0; i < kTokens; ++i)
 #pragma unroll
     for (int col = 0; col < 2; ++col) {
-      s[i][col] = products[i / 2][i % 2 * 2 + col];
-      if (Config::kHalves && half) s[i][col] = products[i / 2 + 2][i % 2 * 2 + col];
+      int product = products[i / 2][i % 2 * 2 + col];
+      if (Config::kHalves && half) product = products[i / 2 + 2][i % 2 * 2 + col];
+      s[i][col] = static_cast<float>(product);
     }
 
   // Parameters: the whole word is the scale, its low half the offset.
   uint32_t k_words[kTokens], v_words[kTokens];
   load_words(k_words, record + Config::kKParams + g * 32 + first * 4);
-  load_words(v_words, record + Config::kVParams + g * 32 + first * 4);
   const bool masked = position & Unit::kMasked;
   const int first_key = position - Unit::kMasked + 8 * first + g;  // if masked
-  if (masked) {
-    const Visible visible = visible_keys<Config>(args, segment / Config::kKVHeads);
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i)
-      if (first_key + 8 * i < visible.begin || first_key + 8 * i >= visible.end) k_words[i] = v_words[i] = 0;
-  }
   // Scores, less the maximum.
   const bool capped = args.softcap > 0.f;
 #pragma unroll
@@ -264,6 +292,16 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
           s[i][col] = -CUDART_INF_F;
   }
 
+  asm volatile("" ::: "memory");
+  load_words(v_words, record + Config::kVParams + g * 32 + first * 4);
+  if (masked) {
+    const Visible visible = visible_keys<Config>(args, segment / Config::kKVHeads);
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      const int key = first_key + 8 * i;
+      if (key < visible.begin || key >= visible.end) v_words[i] = 0;
+    }
+  }
   // The sums of p and of p * v_offset, and p * v_scale, whose maximum is kept within fp16's range: raised when it must be.
   float sum[2], offset[2];
   __half2 scaled[kTokens];
@@ -271,7 +309,7 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
     __half2 top = __float2half2_rn(0.f);
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
-      const float scale = fmaxf(__uint_as_float(v_words[i]), kLeastScale);
+      const float scale = __uint_as_float(v_words[i]);
       float p[2];
 #pragma unroll
       for (int col = 0; col < 2; ++col) {
@@ -280,15 +318,15 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
         offset[col] = fmaf(p[col], __uint_as_float(v_words[i] << 16), i ? offset[col] : 0.f);
       }
       scaled[i] = __floats2half2_rn(p[0] * scale, p[1] * scale);
-      top = __hmax2(top, scaled[i]);
+      top = __hmax2(top, __habs2(scaled[i]));
     }
     return !__hble2(top, __float2half2_rn(kMostScaled));
   };
-  if (__any_sync(kAllLanes, exponentiate() || state.fresh[0] || state.fresh[1])) {
+  if (__any_sync(kAllLanes, exponentiate() || state.any_fresh())) {
     float2 top = {-CUDART_INF_F, -CUDART_INF_F};
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
-      const float weight = lg2(fmaxf(__uint_as_float(v_words[i]), kLeastScale));
+      const float weight = lg2(fabsf(__uint_as_float(v_words[i])));
       top.x = fmaxf(top.x, s[i][0] + weight), top.y = fmaxf(top.y, s[i][1] + weight);
     }
     const float2 rise = state.raise(top);
@@ -316,11 +354,12 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int number = 4 * chunk + i, j = number / S::kVWords, w = number % S::kVWords;
-      const uint32_t odd = words[i] >> 8;
+      const uint32_t even = words[i], odd = __byte_perm(words[i], 0, 0x4341);  // bytes 1 and 3
 #pragma unroll
       for (int f = 0; f < V::kFields; f += 2)
-        mma_m16n8k16<__half>(state.o[(w * V::kFields + f) / 2], V::field(words[i], f), V::field(words[i], f + 1),
-                     V::field(odd, f), V::field(odd, f + 1), p[j][0], p[j][1]);
+        mma_m16n8k16<__half>(state.o[(w * V::kFields + f) / 2], V::up_to_field(even, f), V::up_to_field(even, f + 1),
+                             V::up_to_field(odd, f), f + 2 < V::kFields ? V::up_to_field(odd, f + 1) : odd, p[j][0],
+                             p[j][1]);
     }
   }
 }

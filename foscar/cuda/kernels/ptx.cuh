@@ -101,6 +101,14 @@ __device__ __forceinline__ void mma_m16n8k8<__nv_bfloat16>(float (&d)[4], uint32
       : "r"(a0), "r"(a1), "r"(b0));
 }
 
+// Warp Level Matrix Instructions: mma.m16n8k32, u8 by s8
+__device__ __forceinline__ void mma_m16n8k32(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                             uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 // Warp Level Matrix Instructions: ldmatrix
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&d)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -13,7 +13,7 @@ constexpr int kPageSize = 64;
 constexpr int kRows = 8;              // columns of an accumulator: the query rows of one KV head
 constexpr float kNoMax = -1e30f;      // below every score
 constexpr float kMostScaled = 16384.f;      // of p * v_scale as fp16 operand, before the maximum is raised
-constexpr float kLeastScale = 8.7e-19f;     // of V: 2^-60, so that p itself stays within float32's range
+constexpr float kLeastQuery = 1e-30f;       // of a row's largest magnitude, so that its inverse is finite
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kCodeUnit = 16777216.f;  // 2^24, the inverse of the smallest fp16 subnormal
 constexpr unsigned kAllLanes = 0xffffffffu;
@@ -59,7 +59,7 @@ struct Shape {
   static constexpr int kRun = kHeadDim == 64 ? 16 : kHeadDim == 256 ? 64 : 32;
   static constexpr int kRowBytes = kHeadDim * Config::kKBits / 8;
   static constexpr int kRunWords = kRun * Config::kKBits / 32;
-  static constexpr int kKSteps = kRun / 4;         // mma steps along head_dim
+  static constexpr int kKSteps = kRun / 8;         // mma steps along head_dim
   static constexpr int kVWords = kHeadDim * Config::kVBits / 64;  // a lane's words for 16 tokens
   static constexpr int kTiles = kHeadDim / 16;     // 16-channel tiles of O^T
   static constexpr int kPartLanes = Config::kHalves ? 16 : 32;  // that hold an accumulator's columns of meaning
