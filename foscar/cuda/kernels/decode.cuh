@@ -122,21 +122,22 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   const Share share = warp_share<Config>(cta_first, min(static_cast<int>(quota), total - cta_first), warp);
   const int count = share.count;
 
-  // Units are looked up half a table at a time, by a lane each.
+  // Units are looked up by a lane each, long before they are needed: what is loaded queues behind the records in flight.
   if (lane == 0) smem.cursors[warp] = {0, 0}, smem.first[warp] = share.first;
   __syncwarp();
-  auto look_up = [&](int start) {
-    const bool asks = lane < kUnits / 2 && start + lane < count;
+  auto look_up = [&](int start, int units) {
+    const bool asks = lane < units && start + lane < count;
     Cursor<Config> cursor = smem.cursors[warp];
     Unit unit = cursor.find(args, smem.first[warp] + start + lane, asks);
     if (lane == 0) smem.cursors[warp] = cursor;
     if (asks) {
-      const int b = unit.segment / Config::kKVHeads, head = unit.segment % Config::kKVHeads;
+      const int b = unit.segment / Config::kKVHeads;
       const Visible visible = visible_keys<Config>(args, b);
+      Unit& place = smem.units[warp][(start + lane) % kUnits];
       if (unit.index < visible.num_pages) {
         const int column = visible.first_page + unit.index;
-        const int page = args.block_table[b * static_cast<int64_t>(args.block_table_stride) + column];
-        unit.record = page * Config::kKVHeads + head;
+        cp_async_4(smem_address(&place.page),
+                   args.block_table + b * static_cast<int64_t>(args.block_table_stride) + column);
         unit.position = column * kPageSize;
         if (unit.position < max(visible.begin, visible.common_begin(args)) ||
             unit.position + kPageSize > min(visible.end, visible.common_end(args)))
@@ -144,14 +145,18 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       } else if (visible.length > 0) {
         unit.position = Unit::kExact;
       }
-      smem.units[warp][(start + lane) % kUnits] = unit;
+      place.segment = unit.segment, place.index = unit.index, place.position = unit.position;
     }
-    __syncwarp();
   };
 
   // Records are fetched kStages ahead, across the borders of segments.
   auto fetch = [&](int i, int stage) {
-    if (i % (kUnits / 2) == 0) look_up(i);
+    if (i % (kUnits / 2) == 0) {
+      cp_async_wait_all();
+      __syncwarp();
+    }
+    if (i % (kUnits / 2) == Config::kStages && i > kUnits / 2)  // the half of the table before this one has been used
+      look_up(i - Config::kStages + kUnits / 2, kUnits / 2);
     const Unit unit = smem.units[warp][i % kUnits];
     const uint32_t barrier = smem_address(&smem.full[warp][stage]);
     if (Config::kExact && unit.position == Unit::kExact) {
@@ -159,22 +164,22 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     } else if (lane == 0) {
       const bool is_page = unit.position >= 0;
       mbarrier_arrive_expect_tx(barrier, is_page ? Config::kRecordBytes : 0);
-      if (is_page)
-        cp_async_bulk(smem_address(smem.stages[warp][stage]),
-                      args.pages + unit.record * static_cast<int64_t>(Config::kRecordBytes), Config::kRecordBytes,
-                      barrier);
+      if (is_page) {
+        const int64_t record = unit.page * static_cast<int64_t>(Config::kKVHeads) + unit.segment % Config::kKVHeads;
+        cp_async_bulk(smem_address(smem.stages[warp][stage]), args.pages + record * Config::kRecordBytes,
+                      Config::kRecordBytes, barrier);
+      }
     }
   };
-  for (int i = 0; i < min(Config::kStages, count); ++i) fetch(i, i);
+  look_up(0, kUnits);
+  __syncwarp();
 
-  int segment = -1;
-  Query<Config> query;
   State<Config> state;
   const int column = 2 * (lane % 4), g = lane / 4;
   const bool has_rows = column < S::kRowMask;
-  auto finish_segment = [&](bool is_last) {
+  auto finish_segment = [&](int segment, int begin, bool is_last) {
     state.settle();
-    const int begin = smem.begin[warp], first = smem.first[warp];
+    const int first = smem.first[warp];
     if (begin >= first && begin + visible_keys<Config>(args, segment / Config::kKVHeads).units() <= first + count) {
       if (!has_rows) return;
       const Output<Config> output(args, segment, {{state.max[0], state.max[1]}, {state.sum[0], state.sum[1]}}, column,
@@ -199,27 +204,27 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       *reinterpret_cast<float2*>(smem.sum[slot] + column) = {state.sum[0], state.sum[1]};
     }
   };
-  for (int i = 0;; ++i) {
-    const unsigned round = static_cast<unsigned>(i) / Config::kStages, stage = i - round * Config::kStages;
-    const Unit unit = i < count ? smem.units[warp][i % kUnits] : Unit{-1, -1, Unit::kNothing, 0};
-    if (unit.segment != segment) {
-      if (segment >= 0) finish_segment(i == count);
-      segment = unit.segment;
-      if (segment >= 0) {
-        if (lane == 0) smem.begin[warp] = smem.first[warp] + i - unit.index;
-        query = load_query<Config>(args, segment / Config::kKVHeads, segment % Config::kKVHeads);
-        state.clear();
+  for (int i = 0; i < count;) {
+    if (lane == 0) smem.begin[warp] = smem.first[warp] + i - smem.units[warp][i % kUnits].index;
+    const QueryRun<Config> run(args, smem.units[warp][i % kUnits].segment);
+    if (i == 0)
+      for (int j = 0; j < min(Config::kStages, count); ++j) fetch(j, j);
+    const Query<Config> query(args, run);
+    state.clear();
+    do {
+      const unsigned round = static_cast<unsigned>(i) / Config::kStages, stage = i - round * Config::kStages;
+      const Unit unit = smem.units[warp][i % kUnits];
+      mbarrier_wait(smem_address(&smem.full[warp][stage]), round & 1);
+      if (unit.position >= 0) {
+        attend_page(args, smem.stages[warp][stage], query, state, unit);
+      } else if (Config::kExact && unit.position == Unit::kExact) {
+        attend_exact(args, smem.stages[warp][stage], state, unit);
       }
-    }
-    if (i >= count) break;
-    mbarrier_wait(smem_address(&smem.full[warp][stage]), round & 1);
-    if (unit.position >= 0) {
-      attend_page(args, smem.stages[warp][stage], query, state, segment, unit.position);
-    } else if (Config::kExact && unit.position == Unit::kExact) {
-      attend_exact(args, smem.stages[warp][stage], state, unit);
-    }
-    __syncwarp();
-    if (i + Config::kStages < count) fetch(i + Config::kStages, stage);
+      __syncwarp();
+      if (i + Config::kStages < count) fetch(i + Config::kStages, stage);
+      ++i;
+    } while (i < count && smem.units[warp][i % kUnits].index > 0);
+    finish_segment(smem.units[warp][(i - 1) % kUnits].segment, smem.begin[warp], i == count);
   }
   __syncthreads();
   merge_partial_results(args, smem, quota);

@@ -107,86 +107,94 @@ struct State {
   }
 };
 
-// The query of one (sequence, head) as B operand: integers of 16 bits, row by row, in two signed digits.
+// A lane's part of the query of one (sequence, head): a run of channels of row g.
 template <typename Config>
-struct Query {
-  uint32_t digit[2][Shape<Config>::kKSteps][2];  // the high one first
-  int rounding[2];              // of columns 2c and 2c + 1: what rounding took from the integers, times the mean code
-  float score_unit[2], sum[2];  // in powers of two, sm_scale included
+struct QueryRun {
+  uint4 loaded[Shape<Config>::kRun / 8];
+
+  __device__ __forceinline__ QueryRun(const DecodeArguments& args, int segment) {
+    using S = Shape<Config>;
+    const int lane = threadIdx.x % 32, c = lane % 4, row = lane / 4 & S::kRowMask;
+    const bool valid = row < args.q_len * args.group && c * S::kRun < S::kHeadDim;
+    const Row which(args, row);
+    const int b = segment / Config::kKVHeads, head = segment % Config::kKVHeads * args.heads_per_kv + which.head;
+    const auto* const q = static_cast<const typename Config::T*>(args.q) + b * args.q_strides[0] +
+                          which.token * args.q_strides[1] + head * args.q_strides[2] + c * S::kRun;
+#pragma unroll
+    for (int i = 0; i < S::kRun / 8; ++i) {
+      loaded[i] = {0, 0, 0, 0};
+      if (valid) loaded[i] = reinterpret_cast<const uint4*>(q)[i];
+    }
+  }
+  __device__ __forceinline__ float operator[](int channel) const {
+    return static_cast<float>(reinterpret_cast<const typename Config::T*>(loaded)[channel]);
+  }
 };
 
+// The query of one (sequence, head) as B operand: integers of 16 bits, row by row, in two digits.
 template <typename Config>
-__device__ __forceinline__ Query<Config> load_query(const DecodeArguments& args, int b, int h) {
-  using S = Shape<Config>;
-  using K = KCodes<Config::kKBits>;
-  using T = typename Config::T;
-  const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const int row = g & S::kRowMask;
-  const bool valid = row < args.q_len * args.group && c * S::kRun < S::kHeadDim;
-  const Row which(args, row);
-  const int64_t base = b * args.q_strides[0] + which.token * args.q_strides[1] +
-                       (h * args.heads_per_kv + which.head) * args.q_strides[2] + c * S::kRun;
-  float x[S::kRun];
-  float sums[8] = {}, tops[8] = {};
+struct Query {
+  uint32_t high[Shape<Config>::kKSteps][2], low[Shape<Config>::kKSteps][2];  // signed and unsigned digits
+  int rounding[2];              // of columns 2c and 2c + 1: what rounding took from the integers, times the mean code
+  float score_unit[2], sum[2];  // in powers of two, sm_scale included
+
+  Query() = default;
+  __device__ __forceinline__ Query(const DecodeArguments& args, const QueryRun<Config>& x) {
+    using S = Shape<Config>;
+    using K = KCodes<Config::kKBits>;
+    const int c = threadIdx.x % 4;
+    float sums[8] = {}, tops[8] = {};
 #pragma unroll
-  for (int i = 0; i < S::kRun; i += 8) {
-    uint4 loaded = {0, 0, 0, 0};
-    if (valid) loaded = *reinterpret_cast<const uint4*>(static_cast<const T*>(args.q) + base + i);
-    const T* values = reinterpret_cast<const T*>(&loaded);
+    for (int i = 0; i < S::kRun; ++i) sums[i % 8] += x[i], tops[i % 8] = fmaxf(tops[i % 8], fabsf(x[i]));
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      x[i + j] = static_cast<float>(values[j]);
-      sums[j] += x[i + j];
-      tops[j] = fmaxf(tops[j], fabsf(x[i + j]));
-    }
-  }
+    for (int n = 4; n > 0; n /= 2)
 #pragma unroll
-  for (int n = 4; n > 0; n /= 2)
+      for (int j = 0; j < n; ++j) sums[j] += sums[j + n], tops[j] = fmaxf(tops[j], tops[j + n]);
+    float top = fmaxf(tops[0], kLeastQuery);
 #pragma unroll
-    for (int j = 0; j < n; ++j) sums[j] += sums[j + n], tops[j] = fmaxf(tops[j], tops[j + n]);
-  float sum = sums[0], top = fmaxf(tops[0], kLeastQuery);
+    for (int d = 1; d < 4; d *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
+    const float scale = 32767.f / top;
+
+    // Adding 1.5 * 2^23 rounds to an integer, whose two's complement is in the low bits then.
+    constexpr float kMagic = 12582912.f;
+    float residual = 0.f;
 #pragma unroll
-  for (int d = 1; d < 4; d *= 2) {
-    sum += __shfl_xor_sync(kAllLanes, sum, d);
-    top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
-  }
-  constexpr float kMost = 127 * 256 + 127;  // of two digits
-  const float scale = kMost / top;
-  float rounding = 0.f;
-  Query<Config> query;
-#pragma unroll
-  for (int step = 0; step < S::kKSteps; ++step)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int n = 2 * step + half;  // operand, of all words
-      uint32_t high = 0, low = 0;
+    for (int n = 0; n < 2 * S::kKSteps; ++n) {  // operands of all words
+      constexpr int kOperands = K::kOperands;
+      const int weight = K::weight(n % kOperands);
+      uint32_t bits[4];
 #pragma unroll
       for (int byte = 0; byte < 4; ++byte) {
-        const int channel = n / K::kOperands * (4 * K::kOperands) + byte * K::kOperands + n % K::kOperands;
-        const float exact = x[channel] * (scale / K::weight(n % K::kOperands)), rounded = rintf(exact);
-        rounding = fmaf(exact - rounded, K::weight(n % K::kOperands), rounding);
-        const int value = static_cast<int>(rounded);
-        high |= (value + 128 >> 8 & 0xff) << 8 * byte;
-        low |= (value & 0xff) << 8 * byte;
+        const float exact = x[n / kOperands * (4 * kOperands) + byte * kOperands + n % kOperands] * (scale / weight);
+        const float rounded = exact + kMagic;
+        residual = fmaf(exact - (rounded - kMagic), weight, residual);
+        bits[byte] = __float_as_uint(rounded);
       }
-      query.digit[0][step][half] = high;
-      query.digit[1][step][half] = low;
+      const uint32_t lower = __byte_perm(bits[0], bits[1], 0x5140), upper = __byte_perm(bits[2], bits[3], 0x5140);
+      low[n / 2][n % 2] = __byte_perm(lower, upper, 0x5410);
+      high[n / 2][n % 2] = __byte_perm(lower, upper, 0x7632);
     }
+    float total = sums[0];
 #pragma unroll
-  for (int d = 1; d < 4; d *= 2) rounding += __shfl_xor_sync(kAllLanes, rounding, d);
-  const int mean_rounding = __float2int_rn(rounding * (((1 << Config::kKBits) - 1) / 2.f));
-  const float unit = args.sm_scale * kLog2e;
-  sum *= unit;
-  float score_unit = unit / scale;
-  if (!(fabsf(sum) < CUDART_INF_F)) score_unit = CUDART_NAN_F;  // q is not finite, nor is its row
+    for (int d = 1; d < 4; d *= 2) {
+      total += __shfl_xor_sync(kAllLanes, total, d);
+      residual += __shfl_xor_sync(kAllLanes, residual, d);
+    }
+    constexpr float kMeanCode = ((1 << Config::kKBits) - 1) / 2.f;
+    const int mean_residual = static_cast<int>(residual * kMeanCode);
+    const float unit = args.sm_scale * kLog2e;
+    total *= unit;
+    // If q is not finite, neither is its row.
+    const float its_unit = fabsf(total) < CUDART_INF_F ? unit / scale : CUDART_NAN_F;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    query.rounding[i] = __shfl_sync(kAllLanes, mean_rounding, (2 * c + i) * 4);
-    query.sum[i] = __shfl_sync(kAllLanes, sum, (2 * c + i) * 4);
-    query.score_unit[i] = __shfl_sync(kAllLanes, score_unit, (2 * c + i) * 4);
+    for (int i = 0; i < 2; ++i) {
+      const int lane = (2 * c + i) * 4;
+      rounding[i] = __shfl_sync(kAllLanes, mean_residual, lane);
+      sum[i] = __shfl_sync(kAllLanes, total, lane);
+      score_unit[i] = __shfl_sync(kAllLanes, its_unit, lane);
+    }
   }
-  return query;
-}
+};
 
 // Reads N words that are aligned to their size.
 template <int N>
@@ -216,11 +224,10 @@ __device__ __forceinline__ bool is_hidden(const DecodeArguments& args, const Vis
   return key < begin || key >= end || key > last || (args.window_left >= 0 && key < last - args.window_left);
 }
 
-// Attends to one page; `position` as in Unit.
+// Attends to one page.
 template <typename Config>
 __device__ __forceinline__ void attend_page(const DecodeArguments& args, const uint8_t* record,
-                                            const Query<Config>& query, State<Config>& state, int segment,
-                                            int position) {
+                                            const Query<Config>& query, State<Config>& state, const Unit& unit) {
   using S = Shape<Config>;
   using K = KCodes<Config::kKBits>;
   using V = VCodes<Config::kVBits>;
@@ -238,11 +245,10 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
 #pragma unroll
     for (int step = 0; step < S::kKSteps; ++step) {
       const int word = 2 * step / K::kOperands, n = 2 * step % K::kOperands;
-      const uint32_t a[4] = {K::operand(low[word], n), K::operand(high[word], n), K::operand(low[word], n + 1),
-                             K::operand(high[word], n + 1)};
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        mma_m16n8k32(digits[i], a[0], a[1], a[2], a[3], query.digit[i][step][0], query.digit[i][step][1]);
+      const uint32_t a0 = K::operand(low[word], n), a1 = K::operand(high[word], n);
+      const uint32_t a2 = K::operand(low[word], n + 1), a3 = K::operand(high[word], n + 1);
+      mma_m16n8k32<true>(digits[0], a0, a1, a2, a3, query.high[step][0], query.high[step][1]);
+      mma_m16n8k32<false>(digits[1], a0, a1, a2, a3, query.low[step][0], query.low[step][1]);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) products[j][i] = digits[0][i] * 256 + digits[1][i];
@@ -264,8 +270,8 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
   // Parameters: the whole word is the scale, its low half the offset.
   uint32_t k_words[kTokens], v_words[kTokens];
   load_words(k_words, record + Config::kKParams + g * 32 + first * 4);
-  const bool masked = position & Unit::kMasked;
-  const int first_key = position - Unit::kMasked + 8 * first + g;  // if masked
+  const bool masked = unit.position & Unit::kMasked;
+  const int first_key = unit.position - Unit::kMasked + 8 * first + g;  // if masked
   // Scores, less the maximum.
   const bool capped = args.softcap > 0.f;
 #pragma unroll
@@ -283,7 +289,7 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
       for (int col = 0; col < 2; ++col) s[i][col] = soft_cap(args, s[i][col]) - state.max[col];
   }
   if (masked) {
-    const Visible visible = visible_keys<Config>(args, segment / Config::kKVHeads);
+    const Visible visible = visible_keys<Config>(args, unit.segment / Config::kKVHeads);
 #pragma unroll
     for (int col = 0; col < 2; ++col)
 #pragma unroll
@@ -292,10 +298,10 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
           s[i][col] = -CUDART_INF_F;
   }
 
-  asm volatile("" ::: "memory");
+  if constexpr (!Config::kHalves || Config::kExact) asm volatile("" ::: "memory");  // not earlier: registers are short
   load_words(v_words, record + Config::kVParams + g * 32 + first * 4);
   if (masked) {
-    const Visible visible = visible_keys<Config>(args, segment / Config::kKVHeads);
+    const Visible visible = visible_keys<Config>(args, unit.segment / Config::kKVHeads);
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
       const int key = first_key + 8 * i;

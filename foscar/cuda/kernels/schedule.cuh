@@ -77,7 +77,7 @@ struct Unit {
   int segment;   // sequence * kKVHeads + head
   int index;     // among the segment's units
   int position;  // a page: of its first token, plus kMasked; or one of the following
-  int record;    // a page: among all
+  int page;
 
   static constexpr int kMasked = 1;  // not all of its tokens are seen by all rows
   static constexpr int kExact = -1, kNothing = -2;
