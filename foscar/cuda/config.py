@@ -6,17 +6,45 @@ from dataclasses import dataclass
 
 import torch
 
-from foscar.layout import CacheSpec, record_layout
+from foscar.layout import CacheSpec, QuantSpec, record_layout
 
 MAX_ROWS = 8
 ARCHITECTURES = ("sm_90a",)
 _TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 # Shared memory of an SM that CTAs can have on Hopper, and what a CTA needs beside its stages.
 _SM_SHARED_BYTES = 227 * 1024
-_EXTRA_BYTES = 1024 + 2048
+_EXTRA_BYTES = 1024 + 3072
 # Partial results of an SM, of whichever variant: one for each of 8 warps and two for the CTA, of 2 CTAs with head_dim
 # up to 128 or of 1 with 256.
 SM_PARTIAL_FLOATS = (8 + 2) * 2 * MAX_ROWS * (128 + 2)
+
+
+def _groups(quant: QuantSpec, head_dim: int) -> int:
+    """Into how many groups a token's channels fall; one if they are quantised channel-wise."""
+    assert quant.group_size is not None
+    return 1 if quant.axis == "channel" else head_dim // quant.group_size
+
+
+def _shape(spec: CacheSpec, dtype: torch.dtype, halves: bool) -> tuple[int, int]:
+    """CTAs of an SM and warps of each: 16, 12 or 8 warps, with 128, 168 or 255 registers for a thread.
+
+    Which of them a variant needs not to spill was found by compiling all (`foscar kernels --all`).
+    """
+    k, v, head_dim = spec.k, spec.v, spec.head_dim
+    k_groups, v_groups = _groups(k, head_dim), _groups(v, head_dim)
+    token_wise = not spec.block_wise
+    if head_dim == 256:
+        return 1, 8
+    if k.axis == "channel" and dtype == torch.float16 and head_dim == 128:
+        return 1, 8
+    if token_wise and k.bits == 4 and halves and k_groups == v_groups == 4:
+        return 1, 8
+    small = {
+        64: True,
+        96: (k.axis == "channel" and dtype == torch.bfloat16) or (token_wise and k_groups == 1),
+        128: token_wise and k.bits == 2 and max(k_groups, v_groups) <= (2 if halves else 1),
+    }
+    return 2, 8 if small[head_dim] else 6
 
 
 @dataclass(frozen=True)
@@ -48,17 +76,14 @@ class DecodeConfig:
     def choose(spec: CacheSpec, dtype: torch.dtype, rows: int) -> DecodeConfig:
         """Pick the variant for a number of query rows of a KV head, and its shape.
 
-        As many warps as registers allow, then as many stages as fit, up to 4. With 4-bit keys and head_dim 96 or 128
-        the loop needs more than the 128 registers that four warps of each of an SM's quarters leave it.
+        As many warps as their registers leave room for, then as many stages as fit, up to 4.
         """
-        ctas = 1 if spec.head_dim == 256 else 2
-        warps = 6 if spec.k.bits == 4 and spec.head_dim in (96, 128) else 8
+        halves = rows <= MAX_ROWS // 2
+        ctas, warps = _shape(spec, dtype, halves)
         budget = _SM_SHARED_BYTES // ctas - _EXTRA_BYTES
         while budget // (warps * spec.record_bytes) < 2:
             warps -= 1
-        return DecodeConfig(
-            spec, dtype, rows <= MAX_ROWS // 2, warps, min(budget // (warps * spec.record_bytes), 4), ctas
-        )
+        return DecodeConfig(spec, dtype, halves, warps, min(budget // (warps * spec.record_bytes), 4), ctas)
 
     @property
     def partial_floats(self) -> int:
@@ -70,7 +95,8 @@ class DecodeConfig:
         """What the variant is called in tables and logs."""
         kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
         rows = MAX_ROWS // 2 if self.halves else MAX_ROWS
-        return f"decode_k{self.spec.k.bits}v{self.spec.v.bits}_d{self.spec.head_dim}_r{rows}_{kind}"
+        k, v = (f"{quant.bits}{quant.axis[0]}{quant.group_size}" for quant in (self.spec.k, self.spec.v))
+        return f"decode_k{k}_v{v}_d{self.spec.head_dim}_r{rows}_{kind}"
 
     def shared_bytes(self, batch: int) -> int:
         """Dynamic shared memory of a CTA for a batch: `SharedMemory` in decode.cuh."""
@@ -82,10 +108,13 @@ class DecodeConfig:
     def source(self) -> str:
         """Return the translation unit: constants, and an entry without a mangled name."""
         layout = record_layout(self.spec)
+        k, v = self.spec.k, self.spec.v
         constants = {
             "kHeadDim": self.spec.head_dim,
-            "kKBits": self.spec.k.bits,
-            "kVBits": self.spec.v.bits,
+            "kKBits": k.bits,
+            "kVBits": v.bits,
+            "kKGroups": _groups(k, self.spec.head_dim),
+            "kVGroups": _groups(v, self.spec.head_dim),
             "kKCodes": layout.k.code_offset,
             "kKParams": layout.k.param_offset,
             "kVCodes": layout.v.code_offset,
@@ -95,11 +124,18 @@ class DecodeConfig:
             "kStages": self.stages,
             "kMinUnits": 1,
         }
-        lines = "\n".join(f"  static constexpr int {name} = {value};" for name, value in constants.items())
+        flags = {
+            "kKChannelWise": k.axis == "channel",
+            "kVChannelWise": v.axis == "channel",
+            "kHalves": self.halves,
+        }
+        lines = "\n".join(
+            [f"  static constexpr int {name} = {value};" for name, value in constants.items()]
+            + [f"  static constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+        )
         return (
             '#include "decode.cuh"\n'
-            f"struct Config {{\n  using T = {_TYPES[self.dtype]};\n"
-            f"  static constexpr bool kHalves = {str(self.halves).lower()};\n{lines}\n}};\n"
+            f"struct Config {{\n  using T = {_TYPES[self.dtype]};\n{lines}\n}};\n"
             f'extern "C" __global__ __launch_bounds__({self.warps * 32}, {self.ctas})\n'
             "void decode(const __grid_constant__ foscar::DecodeArguments args) { foscar::decode<Config>(args); }\n"
         )
@@ -113,8 +149,4 @@ def unsupported(spec: CacheSpec, dtype: torch.dtype, capability: tuple[int, int]
         return f"kernels take bfloat16 and float16 queries, not {str(dtype)[6:]}"
     if spec.exact_tokens:
         return "kernels do not read exact tokens yet"
-    if spec.block_wise:
-        return "kernels do not read channel-wise operands yet"
-    if spec.head_dim not in (spec.k.group_size, spec.v.group_size) or spec.k.group_size != spec.v.group_size:
-        return "kernels do not read groups smaller than head_dim yet"
     return None

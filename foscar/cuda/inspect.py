@@ -15,7 +15,7 @@ from rich.table import Table
 
 from foscar.cuda.compiler import compile_cubin
 from foscar.cuda.config import MAX_ROWS, DecodeConfig
-from foscar.layout import HEAD_DIMS, PAGE_SIZE, CacheSpec
+from foscar.layout import HEAD_DIMS, PAGE_SIZE, CacheSpec, QuantSpec
 
 # A field of both halves of a word, and the shift that brings the odd bytes down.
 _MASKS = r"0x(?:30003|c000c|300030|c000c0|f000f|f000f0)\b"
@@ -37,8 +37,10 @@ class KernelReport:
     ----------
     name, arch : str
         The variant, and what it was compiled for.
-    k_bits, v_bits, head_dim, rows : int
-        What it reads, and the most query rows of a KV head that it takes.
+    k, v : str
+        How the keys and values that it reads are quantised, "2t128" for instance.
+    head_dim, rows : int
+        Of what it reads, and the most query rows of a KV head that it takes.
     warps, stages, ctas : int
         Warps of a CTA, records in flight for each, CTAs of an SM.
     registers : int
@@ -55,8 +57,8 @@ class KernelReport:
 
     name: str
     arch: str
-    k_bits: int
-    v_bits: int
+    k: str
+    v: str
     head_dim: int
     rows: int
     warps: int
@@ -70,13 +72,40 @@ class KernelReport:
 
 
 def shipped_variants() -> Iterator[DecodeConfig]:
-    """Yield every variant that `DecodeConfig.choose` can pick, but for fp16's, which differ only in load and store."""
+    """Yield every variant that `DecodeConfig.choose` can pick.
+
+    Those for fp16 are left out unless K is channel-wise: they differ only in load and store.
+    """
     for head_dim in HEAD_DIMS:
-        for k_bits in (2, 4):
-            for v_bits in (2, 4):
+        for k in _quantizers(head_dim):
+            for v in _quantizers(head_dim):
                 for rows in (MAX_ROWS // 2, MAX_ROWS):
-                    spec = CacheSpec.token_wise(k_bits, 1, head_dim, v_bits=v_bits)
-                    yield DecodeConfig.choose(spec, torch.bfloat16, rows)
+                    for dtype in _dtypes(k):
+                        yield DecodeConfig.choose(CacheSpec(k, v, 1, head_dim), dtype, rows)
+
+
+def sample_variants() -> Iterator[DecodeConfig]:
+    """Yield all token-wise variants without groups, and of the others some that have each scheme of K and of V."""
+    for head_dim in HEAD_DIMS:
+        quantizers = _quantizers(head_dim)
+        plain, others = quantizers[:2], quantizers[2:]
+        sample = [(k, v, rows) for k in plain for v in plain for rows in (MAX_ROWS // 2, MAX_ROWS)]
+        for i, k in enumerate(others):
+            sample.append((k, (others + plain)[i + 1], MAX_ROWS // (1 + i % 2)))
+        for i, (k, v, rows) in enumerate(sample):
+            dtypes = _dtypes(k)
+            yield DecodeConfig.choose(CacheSpec(k, v, 1, head_dim), dtypes[i % len(dtypes)], rows)
+
+
+def _quantizers(head_dim: int) -> list[QuantSpec]:
+    """All ways to quantise K or V, those without groups first."""
+    sizes = dict.fromkeys(size for size in (head_dim, 64, 32) if head_dim % size == 0)
+    token_wise = [QuantSpec(bits, "token", size) for size in sizes for bits in (2, 4)]
+    return token_wise + [QuantSpec(bits, "channel", PAGE_SIZE) for bits in (2, 4)]
+
+
+def _dtypes(k: QuantSpec) -> tuple[torch.dtype, ...]:
+    return (torch.bfloat16, torch.float16) if k.axis == "channel" else (torch.bfloat16,)
 
 
 def inspect(config: DecodeConfig, arch: str) -> KernelReport:
@@ -106,8 +135,8 @@ def inspect(config: DecodeConfig, arch: str) -> KernelReport:
     return KernelReport(
         config.name,
         arch,
-        config.spec.k.bits,
-        config.spec.v.bits,
+        str(config.spec.k),
+        str(config.spec.v),
         config.spec.head_dim,
         MAX_ROWS // 2 if config.halves else MAX_ROWS,
         config.warps,

@@ -294,7 +294,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       segment = unit.segment;
       if (segment >= 0) {
         visible = visible_pages(args, segment / args.num_kv_heads);
-        query = load_query<Config>(args, segment / args.num_kv_heads, segment % args.num_kv_heads);
+        query.load(args, segment / args.num_kv_heads, segment % args.num_kv_heads);
         state.clear();
       }
     }

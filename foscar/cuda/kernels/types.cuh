@@ -14,6 +14,7 @@ constexpr int kRows = 8;              // columns of an accumulator: the query ro
 constexpr float kNoMax = -1e30f;      // below every score
 constexpr float kLazyRise = 6.f;      // a maximum is raised when a score exceeds it by this, in powers of two
 constexpr float kCodeUnit = 16777216.f;  // 2^24, the inverse of the smallest fp16 subnormal
+constexpr float kLog2E = 1.4426950408889634f;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct DecodeArguments {
@@ -41,13 +42,13 @@ struct DecodeArguments {
 template <typename Config>
 struct Shape {
   static constexpr int kHeadDim = Config::kHeadDim;
-  // Channels of a token's K row that one lane of four takes; with head_dim 96 the fourth takes none.
-  static constexpr int kRun = kHeadDim == 64 ? 16 : kHeadDim == 256 ? 64 : 32;
+  static constexpr int kRuns = kHeadDim / 32;      // of 8 channels of a K row that one lane of four takes
+  static constexpr int kGroupRuns = kRuns / Config::kKGroups;
   static constexpr int kRowBytes = kHeadDim * Config::kKBits / 8;
-  static constexpr int kRunWords = kRun * Config::kKBits / 32;
-  static constexpr int kKSteps = kRun / 4;         // mma steps along head_dim
+  static constexpr int kRowWords = (kRuns * Config::kKBits + 3) / 4;  // a lane's words of a K row
   static constexpr int kVWords = kHeadDim * Config::kVBits / 64;  // a lane's words for 16 tokens
   static constexpr int kTiles = kHeadDim / 16;     // 16-channel tiles of O^T
+  static constexpr int kOffsets = Config::kVChannelWise ? 0 : Config::kVGroups;  // of a row, of the output
   static constexpr int kPartialFloats = kRows * (kHeadDim + 2);
   static constexpr int kRowMask = Config::kHalves ? kRows / 2 - 1 : kRows - 1;  // column to row
   static constexpr int kBlocks = Config::kHalves ? 2 : 4;  // of 16 tokens, of a page, whose softmax a lane takes part in

@@ -1,0 +1,230 @@
+// The query of one (sequence, head) as operand of S^T = K q^T, and the product.
+#pragma once
+
+#include "types.cuh"
+
+namespace foscar {
+
+// How one operand is packed, and the masks and weights that follow.
+template <int kBits>
+struct Codes {
+  static constexpr int kFields = 8 / kBits;  // of a byte
+  static constexpr uint32_t kMask = kBits == 2 ? 0x00030003u : 0x000f000fu;
+  static constexpr uint32_t kOnes = 0x00010001u;
+  // Field f of both halves of a word: two subnormal operands, code * weight(f) * 2^-24 as fp16, 2^-133 as bf16.
+  static __device__ __forceinline__ uint32_t field(uint32_t word, int f) { return word & (kMask << (kBits * f)); }
+  static __device__ __forceinline__ constexpr float weight(int f) { return 1 << (kBits * f); }
+  static __device__ __forceinline__ constexpr float inverse_weight(int f) { return 1.f / weight(f); }
+};
+
+// Reads N words that are aligned to 16 bytes, to 8 or to 4, if N is a multiple of 4, of 2 or of none.
+template <int N>
+__device__ __forceinline__ void load_words(uint32_t (&words)[N], const uint8_t* source) {
+#pragma unroll
+  for (int i = 0; i < N; i += N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1) {
+    if constexpr (N % 4 == 0) {
+      *reinterpret_cast<uint4*>(words + i) = *reinterpret_cast<const uint4*>(source + 4 * i);
+    } else if constexpr (N % 2 == 0) {
+      *reinterpret_cast<uint2*>(words + i) = *reinterpret_cast<const uint2*>(source + 4 * i);
+    } else {
+      words[i] = *reinterpret_cast<const uint32_t*>(source + 4 * i);
+    }
+  }
+}
+
+template <typename Pair>
+__device__ __forceinline__ uint32_t to_bits(Pair pair) {
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
+
+// What the product with K's codes takes of the query: of columns 2c and 2c + 1, but for the operand itself.
+template <typename Config>
+struct QueryOperand {
+  // Channels k and k + 4 of each run, over the weights of their codes' fields; of q times scale, two parts.
+  uint32_t pairs[Config::kKChannelWise ? 2 : 1][Shape<Config>::kRuns][4];
+  float unit[2];                   // of products, in powers of two, sm_scale included
+  float sum[Config::kKGroups][2];  // over a group's channels; channel-wise, of q times offset
+};
+
+// K's codes of 16 tokens: rows g and g + 8 of A.
+template <typename Config>
+struct KBlock {
+  using S = Shape<Config>;
+  using K = Codes<Config::kKBits>;
+  uint32_t words[2][S::kRowWords];
+
+  __device__ __forceinline__ KBlock(const uint8_t* record, int block) {
+    const int lane = threadIdx.x % 32, c = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint8_t* row = record + Config::kKCodes + (16 * block + 8 * i + lane / 4) * S::kRowBytes;
+      if constexpr (Config::kKBits == 2 && S::kRuns == 3) {
+        // Two lanes share the word of their third runs.
+        words[i][0] = *reinterpret_cast<const uint32_t*>(row + 4 * c);
+        words[i][1] = *reinterpret_cast<const uint32_t*>(row + 16 + c / 2 * 4) >> (c % 2 * 8);
+      } else {
+        load_words(words[i], row + c * (S::kRowWords * 4));
+      }
+    }
+  }
+
+  // Products with one group of channels. A run of 4-bit codes is all of a word, one of 2-bit codes its even or odd bytes.
+  __device__ __forceinline__ void multiply(float (&product)[4], const QueryOperand<Config>& query, int group) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) product[i] = 0.f;
+    const int stop = (group + 1) * S::kGroupRuns;
+#pragma unroll
+    for (int run = group * S::kGroupRuns; run < stop; ++run) {
+      const int w = Config::kKBits == 2 ? run / 2 : run;
+      const uint32_t low = words[0][w], high = words[1][w], low_odd = low >> 8, high_odd = high >> 8;
+      const bool whole = Config::kKBits == 4 || (run % 2 == 0 && run + 1 < stop);
+#pragma unroll
+      for (int f = 0; f < K::kFields; ++f)
+#pragma unroll
+        for (const auto& pairs : query.pairs) {
+          if (whole)
+            mma_m16n8k16<Config::kKChannelWise>(
+                product, K::field(low, f), K::field(high, f), K::field(low_odd, f), K::field(high_odd, f),
+                pairs[run][f], Config::kKBits == 4 ? pairs[run][2 + f] : pairs[run + 1][f]);
+          else
+            mma_m16n8k8<Config::kKChannelWise>(product, K::field(run % 2 ? low_odd : low, f),
+                                               K::field(run % 2 ? high_odd : high, f), pairs[run][f]);
+        }
+      if (whole && Config::kKBits == 2) ++run;
+    }
+  }
+};
+
+// Reads what lane c takes of the row of column g, `visit(run, place in the run, value)`; 0 if there is no such row.
+template <typename Config, typename Visit>
+__device__ __forceinline__ void read_query(const DecodeArguments& args, int b, int h, Visit visit) {
+  using T = typename Config::T;
+  const int lane = threadIdx.x % 32, row = (lane / 4) & Shape<Config>::kRowMask;
+  const T* const channels = static_cast<const T*>(args.q) + b * args.q_strides[0] +
+                            (row / args.group) * args.q_strides[1] +
+                            (h * args.heads_per_kv + row % args.group) * args.q_strides[2] + lane % 4 * 8;
+#pragma unroll
+  for (int r = 0; r < Shape<Config>::kRuns; ++r) {
+    uint4 loaded = {0, 0, 0, 0};
+    if (row < args.q_len * args.group) loaded = *reinterpret_cast<const uint4*>(channels + 32 * r);
+    const T* const values = reinterpret_cast<const T*>(&loaded);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) visit(r, i, static_cast<float>(values[i]));
+  }
+}
+
+// Token-wise K: the operand, in fp16, is the same for all pages.
+template <typename Config, bool kChannelWise = Config::kKChannelWise>
+struct Query {
+  QueryOperand<Config> shared;
+
+  __device__ __forceinline__ const QueryOperand<Config>& operand(const uint8_t*) const { return shared; }
+
+  __device__ __forceinline__ void load(const DecodeArguments& args, int b, int h) {
+    using S = Shape<Config>;
+    using K = Codes<Config::kKBits>;
+    float x[S::kRuns][8], sum[Config::kKGroups] = {}, top = 0.f;
+    read_query<Config>(args, b, h, [&](int r, int i, float value) {
+      x[r][i] = value;
+      sum[r / S::kGroupRuns] += value;
+      top = fmaxf(top, fabsf(value));
+    });
+#pragma unroll
+    for (int d = 1; d < 4; d *= 2) {
+#pragma unroll
+      for (float& part : sum) part += __shfl_xor_sync(kAllLanes, part, d);
+      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
+    }
+    // A power of two brings the largest value into [2^14, 2^15): exact, and far from fp16's ends. NaN stays NaN.
+    const int exponent = 14 - min(max((static_cast<int>(__float_as_uint(top) >> 23) & 255) - 127, -100), 100);
+#pragma unroll
+    for (int r = 0; r < S::kRuns; ++r)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float scale = power_of_two(exponent) * K::inverse_weight(k % K::kFields);
+        shared.pairs[0][r][k] = to_bits(__floats2half2_rn(x[r][k] * scale, x[r][k + 4] * scale));
+      }
+    const float unit = args.sm_scale * kLog2E, product_unit = unit * kCodeUnit * power_of_two(-exponent);
+#pragma unroll
+    for (int col = 0; col < 2; ++col) {
+      const int source = (2 * (threadIdx.x % 4) + col) * 4;
+      shared.unit[col] = __shfl_sync(kAllLanes, product_unit, source);
+#pragma unroll
+      for (int i = 0; i < Config::kKGroups; ++i) shared.sum[i][col] = __shfl_sync(kAllLanes, sum[i] * unit, source);
+    }
+  }
+};
+
+// How many bf16 a value is the sum of.
+template <typename T>
+constexpr int kBf16Parts = 2;
+template <>
+constexpr int kBf16Parts<__nv_bfloat16> = 1;
+
+// Channel-wise K: the operand is made for each page, of q times scale, and is bf16: with float32's range it needs no
+// normaliser. q and a scale have 8 bits each, so that their product is the sum of two bf16, exactly.
+template <typename Config>
+struct Query<Config, true> {
+  // q times this is what is multiplied: products with codes stay well above the smallest float32, 2^-126.
+  static constexpr int kExponent = 40;
+  __nv_bfloat162 pairs[kBf16Parts<typename Config::T>][Shape<Config>::kRuns][4];  // as those of the operand
+  float unit;
+
+  __device__ __forceinline__ void load(const DecodeArguments& args, int b, int h) {
+    using K = Codes<Config::kKBits>;
+    float x[Shape<Config>::kRuns][8];
+    read_query<Config>(args, b, h, [&](int r, int i, float value) {
+      x[r][i] = value * power_of_two(kExponent) * K::inverse_weight(i % K::kFields);
+    });
+#pragma unroll
+    for (int r = 0; r < Shape<Config>::kRuns; ++r)
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (auto& part : pairs) {
+          part[r][k] = __floats2bfloat162_rn(x[r][k], x[r][k + 4]);
+          x[r][k] -= __low2float(part[r][k]);
+          x[r][k + 4] -= __high2float(part[r][k]);
+        }
+    unit = args.sm_scale * kLog2E;
+  }
+
+  __device__ __forceinline__ QueryOperand<Config> operand(const uint8_t* record) const {
+    using K = Codes<Config::kKBits>;
+    QueryOperand<Config> result;
+    float sums[K::kFields][4] = {};  // of q times offset, over the weights of fields
+#pragma unroll
+    for (int r = 0; r < Shape<Config>::kRuns; ++r) {
+      uint32_t words[8];  // of a channel: the scale in the high half, the offset in the low half
+      load_words(words, record + Config::kKParams + (32 * r + threadIdx.x % 4 * 8) * 4);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint32_t scales = __byte_perm(words[k], words[k + 4], 0x7632);
+        const uint32_t offsets = __byte_perm(words[k], words[k + 4], 0x5410);
+        const auto scale = *reinterpret_cast<const __nv_bfloat162*>(&scales);
+        const __nv_bfloat162 rounded = __hmul2(pairs[0][r][k], scale);
+        __nv_bfloat162 rest = __hneg2(rounded);
+#pragma unroll
+        for (const auto& part : pairs) {
+          rest = __hfma2(part[r][k], scale, rest);
+          mma_m16n8k8<true>(sums[k % K::kFields], offsets, 0u, to_bits(part[r][k]));
+        }
+        result.pairs[0][r][k] = to_bits(rounded);
+        result.pairs[1][r][k] = to_bits(rest);
+      }
+    }
+#pragma unroll
+    for (int col = 0; col < 2; ++col) {
+      float sum = 0.f;
+#pragma unroll
+      for (int f = 0; f < K::kFields; ++f) sum = fmaf(K::weight(f), sums[f][col], sum);
+      result.unit[col] = unit * power_of_two(133 - kExponent);
+      result.sum[0][col] = unit * power_of_two(-kExponent) * sum;
+    }
+    return result;
+  }
+};
+
+}  // namespace foscar
