@@ -37,8 +37,6 @@ def _shape(spec: CacheSpec, dtype: torch.dtype, halves: bool) -> tuple[int, int]
         return 1, 8
     if k.axis == "channel" and dtype == torch.float16 and head_dim == 128:
         return 1, 8
-    if token_wise and k.bits == 4 and halves and k_groups == v_groups == 4:
-        return 1, 8
     small = {
         64: True,
         96: (k.axis == "channel" and dtype == torch.bfloat16) or (token_wise and k_groups == 1),
@@ -149,4 +147,6 @@ def unsupported(spec: CacheSpec, dtype: torch.dtype, capability: tuple[int, int]
         return f"kernels take bfloat16 and float16 queries, not {str(dtype)[6:]}"
     if spec.exact_tokens:
         return "kernels do not read exact tokens yet"
+    if dtype == torch.float16 and spec.k.axis == "channel" and spec.head_dim == 256:
+        return "a float16 query takes too many registers for channel-wise keys of head_dim 256"
     return None

@@ -80,7 +80,7 @@ def shipped_variants() -> Iterator[DecodeConfig]:
         for k in _quantizers(head_dim):
             for v in _quantizers(head_dim):
                 for rows in (MAX_ROWS // 2, MAX_ROWS):
-                    for dtype in _dtypes(k):
+                    for dtype in _dtypes(k, head_dim):
                         yield DecodeConfig.choose(CacheSpec(k, v, 1, head_dim), dtype, rows)
 
 
@@ -93,7 +93,7 @@ def sample_variants() -> Iterator[DecodeConfig]:
         for i, k in enumerate(others):
             sample.append((k, (others + plain)[i + 1], MAX_ROWS // (1 + i % 2)))
         for i, (k, v, rows) in enumerate(sample):
-            dtypes = _dtypes(k)
+            dtypes = _dtypes(k, head_dim)
             yield DecodeConfig.choose(CacheSpec(k, v, 1, head_dim), dtypes[i % len(dtypes)], rows)
 
 
@@ -104,8 +104,8 @@ def _quantizers(head_dim: int) -> list[QuantSpec]:
     return token_wise + [QuantSpec(bits, "channel", PAGE_SIZE) for bits in (2, 4)]
 
 
-def _dtypes(k: QuantSpec) -> tuple[torch.dtype, ...]:
-    return (torch.bfloat16, torch.float16) if k.axis == "channel" else (torch.bfloat16,)
+def _dtypes(k: QuantSpec, head_dim: int) -> tuple[torch.dtype, ...]:
+    return (torch.bfloat16, torch.float16) if k.axis == "channel" and head_dim < 256 else (torch.bfloat16,)
 
 
 def inspect(config: DecodeConfig, arch: str) -> KernelReport:

@@ -6,8 +6,9 @@
 // CTAs by the one that arrives last.
 //
 // Products. Codes enter the tensor cores as they lie: a 2-bit or 4-bit field of a 16-bit half is the fp16 subnormal
-// code * 2^-24, times the field's weight. Both products are transposed, S^T = K q^T and O^T = V^T P^T, so that the
-// packed operand is always A. Scale and offset are folded into scores and probabilities (docs/numerics.md).
+// code * 2^-24, or the bf16 subnormal code * 2^-133, times the field's weight. Both products are transposed, S^T = K q^T
+// and O^T = V^T P^T, so that the packed operand is always A. Scales and offsets of tokens are folded into scores and
+// probabilities, those of K's channels into the query, those of V's channels into each page's output (docs/numerics.md).
 //
 // Halves. With at most 4 rows, columns 4 to 7 of an accumulator would be idle. They repeat the rows instead, and each
 // half of the columns does the softmax of half of a page's tokens. Their results are merged at the end.

@@ -32,7 +32,7 @@ struct State {
   }
 };
 
-// Attends to one page. `position` is that of its first token; `masked` says that not all its tokens are seen by all rows.
+// Attends to one page. `position` is that of its first token; `masked`: not all its tokens are seen by all rows.
 template <typename Config>
 __device__ __forceinline__ void attend_page(const DecodeArguments& args, const uint8_t* record,
                                             const Query<Config>& query, State<Config>& state, int position, int length,
@@ -47,50 +47,56 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
   const int first_key = position + 8 * first + g;
 
   // S^T = K q^T: rows are tokens 16 j + g and 16 j + 8 + g.
-  const QueryOperand<Config>& operand = query.operand(record);
   float s[kTokens][2];
-  uint32_t k_words[Config::kKGroups][4];  // parameters: the whole word is the scale, its low half the offset
 #pragma unroll
-  for (int j = 0; j < S::kBlocks; ++j) {
-    const KBlock<Config> block(record, j), other(record, Config::kHalves ? j + 2 : j);
-    if constexpr (!Config::kKChannelWise) {
+  for (int slice = 0; slice < S::kSlices; ++slice) {
+    if (slice) __syncwarp();  // keeps loads of this slice behind the products of the last
+    const QueryOperand<Config>& operand = query.operand(record, slice);
+    // Parameters: the whole word is the scale, its low half the offset. Groups share the registers there are.
+    constexpr int kAtOnce = S::kGroups > 1 ? 2 : 4;
+    uint32_t params[S::kGroups][kAtOnce];
 #pragma unroll
-      for (int i = 0; i < Config::kKGroups; ++i)
-        if (j % 2 == 0) load_words(k_words[i], record + Config::kKParams + i * 256 + g * 32 + (first + 2 * j) * 4);
-    }
-    float offsets[2][2];
+    for (int j = 0; j < S::kBlocks; ++j) {
+      const KBlock<Config> block(record, j, slice), other(record, Config::kHalves ? j + 2 : j, slice);
+      if constexpr (!Config::kKChannelWise) {
+        const uint8_t* source = record + Config::kKParams + slice * S::kGroups * 256 + g * 32 + (first + 2 * j) * 4;
 #pragma unroll
-    for (int i = 0; i < Config::kKGroups; ++i) {
-      float product[4];
-      block.multiply(product, operand, i);
-      if constexpr (Config::kHalves) {
-        float other_product[4];
-        other.multiply(other_product, operand, i);
+        for (int i = 0; i < S::kGroups; ++i)
+          if (2 * j % kAtOnce == 0) load_words(params[i], source + i * 256);
+      }
+      float scaled[2][2], offset[2][2];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) product[e] = half ? other_product[e] : product[e];
+      for (int i = 0; i < S::kGroups; ++i) {
+        float product[4];
+        block.multiply(product, operand, i);
+        if constexpr (Config::kHalves) {
+          float other_product[4];
+          other.multiply(other_product, operand, i);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) product[e] = half ? other_product[e] : product[e];
+        }
+#pragma unroll
+        for (int t = 0; t < 2; ++t)
+#pragma unroll
+          for (int col = 0; col < 2; ++col) {
+            float scale = 1.f, of_group = operand.sum[i][col];
+            if constexpr (!Config::kKChannelWise) {
+              const uint32_t word = params[i][2 * j % kAtOnce + t];
+              scale = __uint_as_float(word);
+              of_group *= __uint_as_float(word << 16);
+            }
+            scaled[t][col] = i ? fmaf(scale, product[2 * t + col], scaled[t][col]) : scale * product[2 * t + col];
+            offset[t][col] = i ? offset[t][col] + of_group : of_group;
+          }
       }
 #pragma unroll
       for (int t = 0; t < 2; ++t)
 #pragma unroll
         for (int col = 0; col < 2; ++col) {
-          float& sum = s[2 * j + t][col];
-          if constexpr (Config::kKChannelWise) {
-            offsets[t][col] = operand.sum[0][col];
-            sum = product[2 * t + col];
-          } else {
-            const uint32_t word = k_words[i][j % 2 * 2 + t];
-            const float scaled = __uint_as_float(word) * product[2 * t + col];
-            const float offset = __uint_as_float(word << 16) * operand.sum[i][col];
-            sum = i ? sum + scaled : scaled;
-            offsets[t][col] = i ? offsets[t][col] + offset : offset;
-          }
+          float& score = s[2 * j + t][col];
+          score = fmaf(scaled[t][col], operand.unit[col], slice ? score + offset[t][col] : offset[t][col]);
         }
     }
-#pragma unroll
-    for (int t = 0; t < 2; ++t)
-#pragma unroll
-      for (int col = 0; col < 2; ++col)
-        s[2 * j + t][col] = fmaf(s[2 * j + t][col], operand.unit[col], offsets[t][col]);
   }
   if (args.softcap > 0.f) {
     const float cap = args.softcap * kLog2E, slope = __fdividef(2.f * kLog2E, cap);

@@ -39,23 +39,23 @@ __device__ __forceinline__ uint32_t to_bits(Pair pair) {
 
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
 
-// What the product with K's codes takes of the query: of columns 2c and 2c + 1, but for the operand itself.
+// What the product with a slice of K's codes takes of the query: of columns 2c and 2c + 1, but for the operand itself.
 template <typename Config>
 struct QueryOperand {
   // Channels k and k + 4 of each run, over the weights of their codes' fields; of q times scale, two parts.
   uint32_t pairs[Config::kKChannelWise ? 2 : 1][Shape<Config>::kRuns][4];
   float unit[2];                   // of products, in powers of two, sm_scale included
-  float sum[Config::kKGroups][2];  // over a group's channels; channel-wise, of q times offset
+  float sum[Shape<Config>::kGroups][2];  // over a group's channels; channel-wise, of q times offset
 };
 
-// K's codes of 16 tokens: rows g and g + 8 of A.
+// K's codes of 16 tokens and a slice of channels: rows g and g + 8 of A.
 template <typename Config>
 struct KBlock {
   using S = Shape<Config>;
   using K = Codes<Config::kKBits>;
   uint32_t words[2][S::kRowWords];
 
-  __device__ __forceinline__ KBlock(const uint8_t* record, int block) {
+  __device__ __forceinline__ KBlock(const uint8_t* record, int block, int slice) {
     const int lane = threadIdx.x % 32, c = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -65,12 +65,12 @@ struct KBlock {
         words[i][0] = *reinterpret_cast<const uint32_t*>(row + 4 * c);
         words[i][1] = *reinterpret_cast<const uint32_t*>(row + 16 + c / 2 * 4) >> (c % 2 * 8);
       } else {
-        load_words(words[i], row + c * (S::kRowWords * 4));
+        load_words(words[i], row + (c * S::kSlices + slice) * (S::kRowWords * 4));
       }
     }
   }
 
-  // Products with one group of channels. A run of 4-bit codes is all of a word, one of 2-bit codes its even or odd bytes.
+  // Products with one group of channels. A run of 4-bit codes is a word, one of 2-bit codes its even or odd bytes.
   __device__ __forceinline__ void multiply(float (&product)[4], const QueryOperand<Config>& query, int group) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) product[i] = 0.f;
@@ -97,62 +97,72 @@ struct KBlock {
   }
 };
 
-// Reads what lane c takes of the row of column g, `visit(run, place in the run, value)`; 0 if there is no such row.
+// Reads what lane c takes of the row of column g, `visit(slice, run, place in it, value)`; 0 if there is no such row.
 template <typename Config, typename Visit>
 __device__ __forceinline__ void read_query(const DecodeArguments& args, int b, int h, Visit visit) {
+  using S = Shape<Config>;
   using T = typename Config::T;
-  const int lane = threadIdx.x % 32, row = (lane / 4) & Shape<Config>::kRowMask;
+  const int lane = threadIdx.x % 32, row = (lane / 4) & S::kRowMask;
   const T* const channels = static_cast<const T*>(args.q) + b * args.q_strides[0] +
                             (row / args.group) * args.q_strides[1] +
                             (h * args.heads_per_kv + row % args.group) * args.q_strides[2] + lane % 4 * 8;
 #pragma unroll
-  for (int r = 0; r < Shape<Config>::kRuns; ++r) {
+  for (int r = 0; r < S::kSlices * S::kRuns; ++r) {
     uint4 loaded = {0, 0, 0, 0};
     if (row < args.q_len * args.group) loaded = *reinterpret_cast<const uint4*>(channels + 32 * r);
     const T* const values = reinterpret_cast<const T*>(&loaded);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) visit(r, i, static_cast<float>(values[i]));
+    for (int i = 0; i < 8; ++i) visit(r / S::kRuns, r % S::kRuns, i, static_cast<float>(values[i]));
   }
 }
 
 // Token-wise K: the operand, in fp16, is the same for all pages.
 template <typename Config, bool kChannelWise = Config::kKChannelWise>
 struct Query {
-  QueryOperand<Config> shared;
+  QueryOperand<Config> shared[Shape<Config>::kSlices];
 
-  __device__ __forceinline__ const QueryOperand<Config>& operand(const uint8_t*) const { return shared; }
+  __device__ __forceinline__ const QueryOperand<Config>& operand(const uint8_t*, int slice) const {
+    return shared[slice];
+  }
 
   __device__ __forceinline__ void load(const DecodeArguments& args, int b, int h) {
     using S = Shape<Config>;
     using K = Codes<Config::kKBits>;
-    float x[S::kRuns][8], sum[Config::kKGroups] = {}, top = 0.f;
-    read_query<Config>(args, b, h, [&](int r, int i, float value) {
-      x[r][i] = value;
-      sum[r / S::kGroupRuns] += value;
+    float x[S::kSlices][S::kRuns][8], sum[S::kSlices][S::kGroups] = {}, top = 0.f;
+    read_query<Config>(args, b, h, [&](int slice, int r, int i, float value) {
+      x[slice][r][i] = value;
+      sum[slice][r / S::kGroupRuns] += value;
       top = fmaxf(top, fabsf(value));
     });
 #pragma unroll
     for (int d = 1; d < 4; d *= 2) {
 #pragma unroll
-      for (float& part : sum) part += __shfl_xor_sync(kAllLanes, part, d);
+      for (auto& parts : sum)
+#pragma unroll
+        for (float& part : parts) part += __shfl_xor_sync(kAllLanes, part, d);
       top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
     }
     // A power of two brings the largest value into [2^14, 2^15): exact, and far from fp16's ends. NaN stays NaN.
     const int exponent = 14 - min(max((static_cast<int>(__float_as_uint(top) >> 23) & 255) - 127, -100), 100);
-#pragma unroll
-    for (int r = 0; r < S::kRuns; ++r)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float scale = power_of_two(exponent) * K::inverse_weight(k % K::kFields);
-        shared.pairs[0][r][k] = to_bits(__floats2half2_rn(x[r][k] * scale, x[r][k + 4] * scale));
-      }
     const float unit = args.sm_scale * kLog2E, product_unit = unit * kCodeUnit * power_of_two(-exponent);
 #pragma unroll
-    for (int col = 0; col < 2; ++col) {
-      const int source = (2 * (threadIdx.x % 4) + col) * 4;
-      shared.unit[col] = __shfl_sync(kAllLanes, product_unit, source);
+    for (int slice = 0; slice < S::kSlices; ++slice) {
 #pragma unroll
-      for (int i = 0; i < Config::kKGroups; ++i) shared.sum[i][col] = __shfl_sync(kAllLanes, sum[i] * unit, source);
+      for (int r = 0; r < S::kRuns; ++r)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float scale = power_of_two(exponent) * K::inverse_weight(k % K::kFields);
+          const float(&run)[8] = x[slice][r];
+          shared[slice].pairs[0][r][k] = to_bits(__floats2half2_rn(run[k] * scale, run[k + 4] * scale));
+        }
+#pragma unroll
+      for (int col = 0; col < 2; ++col) {
+        const int source = (2 * (threadIdx.x % 4) + col) * 4;
+        shared[slice].unit[col] = __shfl_sync(kAllLanes, product_unit, source);
+#pragma unroll
+        for (int i = 0; i < S::kGroups; ++i)
+          shared[slice].sum[i][col] = __shfl_sync(kAllLanes, sum[slice][i] * unit, source);
+      }
     }
   }
 };
@@ -169,45 +179,52 @@ template <typename Config>
 struct Query<Config, true> {
   // q times this is what is multiplied: products with codes stay well above the smallest float32, 2^-126.
   static constexpr int kExponent = 40;
-  __nv_bfloat162 pairs[kBf16Parts<typename Config::T>][Shape<Config>::kRuns][4];  // as those of the operand
+  __nv_bfloat162 pairs[Shape<Config>::kSlices][kBf16Parts<typename Config::T>][Shape<Config>::kRuns][4];
   float unit;
 
   __device__ __forceinline__ void load(const DecodeArguments& args, int b, int h) {
+    using S = Shape<Config>;
     using K = Codes<Config::kKBits>;
-    float x[Shape<Config>::kRuns][8];
-    read_query<Config>(args, b, h, [&](int r, int i, float value) {
-      x[r][i] = value * power_of_two(kExponent) * K::inverse_weight(i % K::kFields);
+    float x[S::kSlices][S::kRuns][8];
+    read_query<Config>(args, b, h, [&](int slice, int r, int i, float value) {
+      x[slice][r][i] = value * power_of_two(kExponent) * K::inverse_weight(i % K::kFields);
     });
 #pragma unroll
-    for (int r = 0; r < Shape<Config>::kRuns; ++r)
+    for (int slice = 0; slice < S::kSlices; ++slice)
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
+      for (int r = 0; r < S::kRuns; ++r)
 #pragma unroll
-        for (auto& part : pairs) {
-          part[r][k] = __floats2bfloat162_rn(x[r][k], x[r][k + 4]);
-          x[r][k] -= __low2float(part[r][k]);
-          x[r][k + 4] -= __high2float(part[r][k]);
+        for (int k = 0; k < 4; ++k) {
+          float &low = x[slice][r][k], &high = x[slice][r][k + 4];
+#pragma unroll
+          for (auto& part : pairs[slice]) {
+            part[r][k] = __floats2bfloat162_rn(low, high);
+            low -= __low2float(part[r][k]);
+            high -= __high2float(part[r][k]);
+          }
         }
     unit = args.sm_scale * kLog2E;
   }
 
-  __device__ __forceinline__ QueryOperand<Config> operand(const uint8_t* record) const {
+  __device__ __forceinline__ QueryOperand<Config> operand(const uint8_t* record, int slice) const {
+    using S = Shape<Config>;
     using K = Codes<Config::kKBits>;
+    const uint8_t* const params = record + Config::kKParams + (slice * S::kRuns * 32 + threadIdx.x % 4 * 8) * 4;
     QueryOperand<Config> result;
     float sums[K::kFields][4] = {};  // of q times offset, over the weights of fields
 #pragma unroll
-    for (int r = 0; r < Shape<Config>::kRuns; ++r) {
+    for (int r = 0; r < S::kRuns; ++r) {
       uint32_t words[8];  // of a channel: the scale in the high half, the offset in the low half
-      load_words(words, record + Config::kKParams + (32 * r + threadIdx.x % 4 * 8) * 4);
+      load_words(words, params + r * 128);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const uint32_t scales = __byte_perm(words[k], words[k + 4], 0x7632);
         const uint32_t offsets = __byte_perm(words[k], words[k + 4], 0x5410);
         const auto scale = *reinterpret_cast<const __nv_bfloat162*>(&scales);
-        const __nv_bfloat162 rounded = __hmul2(pairs[0][r][k], scale);
+        const __nv_bfloat162 rounded = __hmul2(pairs[slice][0][r][k], scale);
         __nv_bfloat162 rest = __hneg2(rounded);
 #pragma unroll
-        for (const auto& part : pairs) {
+        for (const auto& part : pairs[slice]) {
           rest = __hfma2(part[r][k], scale, rest);
           mma_m16n8k8<true>(sums[k % K::kFields], offsets, 0u, to_bits(part[r][k]));
         }

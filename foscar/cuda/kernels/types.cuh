@@ -42,16 +42,19 @@ struct DecodeArguments {
 template <typename Config>
 struct Shape {
   static constexpr int kHeadDim = Config::kHeadDim;
-  static constexpr int kRuns = kHeadDim / 32;      // of 8 channels of a K row that one lane of four takes
-  static constexpr int kGroupRuns = kRuns / Config::kKGroups;
+  // Scores are made of slices of channels, one after the other, if the operands of all take too many registers.
+  static constexpr int kSlices = kHeadDim == 256 && (Config::kKChannelWise || Config::kKGroups == 8) ? 2 : 1;
+  static constexpr int kRuns = kHeadDim / 32 / kSlices;  // of 8 channels that one lane of four takes of a K row's slice
+  static constexpr int kGroups = Config::kKChannelWise ? 1 : Config::kKGroups / kSlices;  // in a slice
+  static constexpr int kGroupRuns = kRuns / kGroups;
   static constexpr int kRowBytes = kHeadDim * Config::kKBits / 8;
-  static constexpr int kRowWords = (kRuns * Config::kKBits + 3) / 4;  // a lane's words of a K row
+  static constexpr int kRowWords = (kRuns * Config::kKBits + 3) / 4;  // a lane's words of a slice of a K row
   static constexpr int kVWords = kHeadDim * Config::kVBits / 64;  // a lane's words for 16 tokens
   static constexpr int kTiles = kHeadDim / 16;     // 16-channel tiles of O^T
   static constexpr int kOffsets = Config::kVChannelWise ? 0 : Config::kVGroups;  // of a row, of the output
   static constexpr int kPartialFloats = kRows * (kHeadDim + 2);
   static constexpr int kRowMask = Config::kHalves ? kRows / 2 - 1 : kRows - 1;  // column to row
-  static constexpr int kBlocks = Config::kHalves ? 2 : 4;  // of 16 tokens, of a page, whose softmax a lane takes part in
+  static constexpr int kBlocks = Config::kHalves ? 2 : 4;  // of 16 tokens of a page: those whose softmax a lane does
 };
 
 }  // namespace foscar
