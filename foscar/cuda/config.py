@@ -37,6 +37,8 @@ def _shape(spec: CacheSpec, dtype: torch.dtype, halves: bool) -> tuple[int, int]
         return 1, 8
     if k.axis == "channel" and dtype == torch.float16 and head_dim == 128:
         return 1, 8
+    if token_wise and k.bits == 4 and halves and k_groups == v_groups == 4:
+        return 1, 8
     small = {
         64: True,
         96: (k.axis == "channel" and dtype == torch.bfloat16) or (token_wise and k_groups == 1),
