@@ -78,7 +78,9 @@ class DecodeConfig:
 
         As many warps as their registers leave room for, then as many stages as fit, up to 4.
         """
-        halves = rows <= MAX_ROWS // 2
+        # Halves of columns would need a few more registers than there are, were there 8 groups of both.
+        eight_groups = _groups(spec.k, spec.head_dim) == _groups(spec.v, spec.head_dim) == 8
+        halves = rows <= MAX_ROWS // 2 and not eight_groups
         ctas, warps = _shape(spec, dtype, halves)
         budget = _SM_SHARED_BYTES // ctas - _EXTRA_BYTES
         while budget // (warps * spec.record_bytes) < 2:

@@ -79,9 +79,10 @@ def shipped_variants() -> Iterator[DecodeConfig]:
     for head_dim in HEAD_DIMS:
         for k in _quantizers(head_dim):
             for v in _quantizers(head_dim):
-                for rows in (MAX_ROWS // 2, MAX_ROWS):
-                    for dtype in _dtypes(k, head_dim):
-                        yield DecodeConfig.choose(CacheSpec(k, v, 1, head_dim), dtype, rows)
+                spec = CacheSpec(k, v, 1, head_dim)
+                for dtype in _dtypes(k, head_dim):
+                    shapes = (DecodeConfig.choose(spec, dtype, rows) for rows in (MAX_ROWS // 2, MAX_ROWS))
+                    yield from dict.fromkeys(shapes)
 
 
 def sample_variants() -> Iterator[DecodeConfig]:

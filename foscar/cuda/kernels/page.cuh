@@ -50,7 +50,6 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
   float s[kTokens][2];
 #pragma unroll
   for (int slice = 0; slice < S::kSlices; ++slice) {
-    if (slice) __syncwarp();  // keeps loads of this slice behind the products of the last
     const QueryOperand<Config>& operand = query.operand(record, slice);
     // Parameters: the whole word is the scale, its low half the offset. Groups share the registers there are.
     constexpr int kAtOnce = S::kGroups > 1 ? 2 : 4;
@@ -96,6 +95,7 @@ __device__ __forceinline__ void attend_page(const DecodeArguments& args, const u
           float& score = s[2 * j + t][col];
           score = fmaf(scaled[t][col], operand.unit[col], slice ? score + offset[t][col] : offset[t][col]);
         }
+      if (S::kSlices > 1) __syncwarp();  // what comes next is not loaded before this is done, to spare registers
     }
   }
   if (args.softcap > 0.f) {
