@@ -36,7 +36,7 @@ def plain(x: torch.Tensor, spec: foscar.QuantSpec, scale_type: torch.dtype, offs
 def one_word(x: torch.Tensor, spec: foscar.QuantSpec) -> torch.Tensor:
     """Quantisation as foscar does it."""
     codes, words = quantize(x, spec)
-    scale, offset = unpack_words(words)
+    scale, offset = unpack_words(words, spec.axis)
     if spec.axis == "channel":
         scale, offset = scale[..., None, :], offset[..., None, :]
     return scale * codes + offset

@@ -286,14 +286,25 @@ class RecordLayout:
 
 
 def _k_codes(bits: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K codes: one row of bytes a token, channels in order.
+    """K codes: one row of bytes a token, its channels in runs of 8.
 
-    Lane (g, c) of a warp (lane = 4 g + c) takes a quarter of token g's row as its part of a matrix fragment; the
-    order of channels that this gives is absorbed by the query.
+    Lane (g, c) of a warp (lane = 4 g + c) takes channels 32 r + 8 c to 32 r + 8 c + 7 of token g's row as run r: the
+    four lanes' parts of a run are 32 neighbouring channels, so that a matrix instruction need not mix groups. With 4
+    bits a run is a word; with 2 bits it is bytes 0 and 2, or 1 and 3, of a word that it shares with the next run. A
+    lane's words lie side by side; the half words that are left of an odd number of 2-bit runs follow, those of two
+    lanes to a word.
     """
-    row, fields = head_dim * bits // 8, 8 // bits
-    code_byte = torch.arange(PAGE_SIZE)[:, None] * row + torch.arange(row)
-    return code_byte, torch.arange(head_dim).view(row, fields)
+    row, fields, runs = head_dim * bits // 8, 8 // bits, head_dim // 32
+    run, lane, place = (x.flatten() for x in torch.meshgrid(*map(torch.arange, (runs, 4, 8)), indexing="ij"))
+    if bits == 4:
+        byte = 4 * (runs * lane + run) + place // 2
+    else:
+        alone = (runs % 2 == 1) & (run == runs - 1)
+        word = torch.where(alone, runs // 2 * 4 + lane // 2, runs // 2 * lane + run // 2)
+        byte = 4 * word + torch.where(alone, lane, run) % 2 + place // 4 * 2
+    channel = torch.empty(row * fields, dtype=torch.int64)
+    channel[byte * fields + place % fields] = torch.arange(head_dim)
+    return torch.arange(PAGE_SIZE)[:, None] * row + torch.arange(row), channel.view(row, fields)
 
 
 def _v_codes(bits: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -323,13 +334,6 @@ def _token_params(groups: int) -> torch.Tensor:
     return torch.arange(groups) * PAGE_SIZE + token % 8 * 8 + token // 8
 
 
-def _k_channel_params(head_dim: int) -> torch.Tensor:
-    """Channel-wise words of K: the lanes' runs of channels, interleaved four words at a time."""
-    run = {64: 16, 96: 32, 128: 32, 256: 64}[head_dim]
-    channel = torch.arange(head_dim)
-    return channel % run // 4 * (head_dim // run * 4) + channel // run * 4 + channel % 4
-
-
 def _v_channel_params(head_dim: int) -> torch.Tensor:
     """Channel-wise words of V: channels g, g + 8, … adjoin."""
     channel = torch.arange(head_dim)
@@ -342,7 +346,7 @@ def _operand(name: Literal["k", "v"], quant: QuantSpec, head_dim: int, start: in
         assert quant.group_size is not None
         words = _token_params(head_dim // quant.group_size)
     else:
-        words = (_k_channel_params if name == "k" else _v_channel_params)(head_dim)
+        words = torch.arange(head_dim) if name == "k" else _v_channel_params(head_dim)
     params = start + code_byte.numel()
     end = params + words.numel() * PARAM_BYTES
     return OperandLayout(quant, start, params, end, start + code_byte, code_channel, params + words * PARAM_BYTES)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Batch, i32, make_batch, oracle, relative_error
+from helpers import Batch, all_specs, i32, make_batch, oracle, quant_specs, relative_error
 
 import foscar
 from foscar.cuda import decode as decode_kernel
@@ -28,9 +29,17 @@ def gpu() -> torch.device:
 
 
 def check(batch: Batch, q: torch.Tensor, **options: object) -> None:
-    assert backend(batch.cache.spec, q.dtype, q.device)[0] == "cuda"
+    spec = batch.cache.spec
     out = torch.full_like(q, torch.nan)
-    _, lse = foscar.decode_attention(q, batch.cache, **batch.tables, out=out, return_lse=True, **options)
+    if spec.exact_tokens:  # the caller sees to it that there are none
+        lse = torch.empty(q.shape[:3], device=q.device)
+        pages, table, lens = batch.cache.pages, batch.block_table, batch.seq_lens
+        sinks, cap, window = (options.get(name) for name in ("sinks", "softcap", "window"))
+        scale = spec.head_dim**-0.5
+        decode_kernel.decode_attention(q, pages, table, lens, sinks, out, lse, spec, scale, cap, window)
+    else:
+        assert backend(spec, q.dtype, q.device)[0] == "cuda"
+        _, lse = foscar.decode_attention(q, batch.cache, **batch.tables, out=out, return_lse=True, **options)
     compare(batch, q, out, lse, **options)
 
 
@@ -52,15 +61,45 @@ def test_groups_and_query_tokens(group: int, q_len: int, gpu: torch.device) -> N
     check(batch, q, softcap=20.0, window=300, sinks=torch.randn(2 * group, device=gpu))
 
 
+SCHEMES = [(d, k, v) for d in HEAD_DIMS for k in quant_specs(d) for v in quant_specs(d)]
+
+
+@pytest.mark.parametrize(("head_dim", "k", "v"), SCHEMES, ids=lambda value: str(value))
+def test_schemes(head_dim: int, k: foscar.QuantSpec, v: foscar.QuantSpec, gpu: torch.device) -> None:
+    spec = foscar.CacheSpec(k, v, 2, head_dim)
+    batch = make_batch(spec, [0, 64, 128, 960] if spec.block_wise else [0, 1, 65, 1000], gpu, torch.bfloat16)
+    dtypes = [torch.bfloat16] if head_dim == 256 and k.axis == "channel" else list(BOUNDS)
+    for group in (4, 7):
+        q = torch.randn(4, 1, 2 * group, head_dim, device=gpu).to(dtypes[group % len(dtypes)])
+        check(batch, q)
+        check(batch, q, softcap=20.0, window=300)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_channels_whose_scales_span_many_orders(bits: int, group: int, dtype: torch.dtype, gpu: torch.device) -> None:
+    """Neither q times a scale of K nor what a channel of V adds up to may leave the range of what holds it."""
+    spec = foscar.CacheSpec(foscar.QuantSpec(bits, "channel"), foscar.QuantSpec(bits, "channel"), 1, 128)
+    scale = torch.logspace(-6, 6, 128, device=gpu)[torch.randperm(128, device=gpu)]
+    kv = torch.randn(2, 640, 1, 128, device=gpu)
+    batch = make_batch(spec, [640], gpu, torch.float32, ([kv[0] * scale], [kv[1] * scale.flip(0)]))
+    q = (torch.randn(1, 1, group, 128, device=gpu) / scale).clamp(-6e4, 6e4)
+    check(batch, q.to(dtype))
+
+
 def test_random_calls(gpu: torch.device) -> None:
     rng = random.Random(0)
+    specs = rng.sample(all_specs(1), 40)  # each compiles a few variants
     for _ in range(300):
-        spec = foscar.CacheSpec.token_wise(
-            rng.choice([2, 4]), rng.choice([1, 2, 3, 8]), rng.choice(HEAD_DIMS), v_bits=rng.choice([2, 4])
-        )
+        spec = replace(rng.choice(specs), num_kv_heads=rng.choice([1, 2, 3, 8]))
         top = rng.choice([3, 70, 700, 6000])
         lengths = [rng.choice([0, 1, 63, 64, 65, rng.randrange(top), top]) for _ in range(rng.choice([1, 2, 5, 33]))]
+        if spec.block_wise:
+            lengths = [length // 64 * 64 for length in lengths]
         dtype = rng.choice(list(BOUNDS))
+        if spec.head_dim == 256 and spec.k.axis == "channel":
+            dtype = torch.bfloat16
         batch = make_batch(spec, lengths, gpu, torch.bfloat16)
         group, q_len = rng.choice([1, 3, 4, 7, 8]), rng.choice([1, 1, 1, 2, 4])
         q = torch.randn(len(lengths), q_len, spec.num_kv_heads * group, spec.head_dim, device=gpu).to(dtype)

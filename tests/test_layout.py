@@ -52,7 +52,7 @@ def test_the_format_does_not_change_unnoticed() -> None:
         for operand in (layout.k, layout.v):
             for table in (operand.code_byte, operand.code_channel, operand.param_byte):
                 digest.update(table.to(torch.int32).contiguous().numpy().tobytes())
-    assert (FORMAT_VERSION, digest.hexdigest()[:16]) == (1, "66f83177dc4dc1e0")
+    assert (FORMAT_VERSION, digest.hexdigest()[:16]) == (1, "4d1f7adc9ce7b1ab")
 
 
 def test_the_bytes_of_a_record_do_not_change_unnoticed() -> None:
@@ -62,7 +62,7 @@ def test_the_bytes_of_a_record_do_not_change_unnoticed() -> None:
         x = (torch.arange(64 * spec.head_dim).view(64, 1, -1) * 37 % 251 - 100) / 16
         batch = make_batch(spec, [64], kv=([x], [x.flip(0)]))
         digest.update(batch.cache.pages[batch.block_table[0, 0]].numpy().tobytes())
-    assert (FORMAT_VERSION, digest.hexdigest()[:16]) == (1, "9bf453f8918a422a")
+    assert (FORMAT_VERSION, digest.hexdigest()[:16]) == (1, "029658bd9a082022")
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -87,21 +87,31 @@ def test_v_words_are_fragments_of_v_transposed(bits: int, head_dim: int) -> None
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("bits", [2, 4])
-def test_k_rows_are_plain(bits: int, head_dim: int) -> None:
+def test_k_rows_hold_runs_of_8_channels(bits: int, head_dim: int) -> None:
+    """Run r of lane c is channels 32 r + 8 c on: with 4 bits a word in order, with 2 bits two bytes, each in order."""
     k = record_layout(foscar.CacheSpec.token_wise(bits, 1, head_dim)).k
-    assert k.code_byte.flatten().tolist() == list(range(PAGE_SIZE * head_dim * bits // 8))
-    assert k.code_channel.flatten().tolist() == list(range(head_dim))
+    runs, row = head_dim // 32, head_dim * bits // 8
+    assert k.code_byte.flatten().tolist() == list(range(PAGE_SIZE * row))
+    for c in range(4):
+        for r in range(runs):
+            first = 32 * r + 8 * c
+            channels = list(range(first, first + 8))
+            if bits == 4:
+                word = runs * c + r
+                assert k.code_channel[4 * word : 4 * word + 4].flatten().tolist() == channels
+            else:
+                word, half = (4 + c // 2, c % 2) if (head_dim, r) == (96, 2) else (runs // 2 * c + r // 2, r % 2)
+                assert k.code_channel[[4 * word + half, 4 * word + half + 2]].flatten().tolist() == channels
 
 
-@pytest.mark.parametrize(("head_dim", "run"), [(64, 16), (96, 32), (128, 32), (256, 64)])
-def test_k_channel_params_of_a_lane_lie_in_16_byte_chunks(head_dim: int, run: int) -> None:
-    """A lane's run of channels is read in 16-byte chunks, those of the lanes side by side."""
-    k = record_layout(foscar.CacheSpec.kivi(2, 1, head_dim)).k
-    words = (k.param_byte - k.param_offset) // 4
-    for lane, channels in enumerate(torch.arange(head_dim).split(run)):
-        for i, chunk in enumerate(channels.split(4)):
-            first = (i * (head_dim // run) + lane) * 4
-            assert words[chunk].tolist() == list(range(first, first + 4))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_channel_wise_parameters_of_a_lane_adjoin(head_dim: int) -> None:
+    spec = foscar.QuantSpec(2, "channel")
+    layout = record_layout(foscar.CacheSpec(spec, spec, 1, head_dim))
+    assert ((layout.k.param_byte - layout.k.param_offset) // 4).tolist() == list(range(head_dim))
+    words = (layout.v.param_byte - layout.v.param_offset) // 4
+    for g in range(8):
+        assert words[g::8].tolist() == list(range(g * head_dim // 8, (g + 1) * head_dim // 8))
 
 
 def test_spec_text_round_trip() -> None:

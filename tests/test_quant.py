@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def dequantized(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     codes, words = quantize(x, spec)
     assert codes.dtype == torch.uint8 and codes.max() <= spec.levels
-    scale, offset = (w.double() for w in unpack_words(words))
+    scale, offset = (w.double() for w in unpack_words(words, spec.axis))
     if spec.axis == "channel":
         return scale[..., None, :] * codes + offset[..., None, :]
     groups = codes.unflatten(-1, (-1, spec.group_size))
@@ -86,7 +86,7 @@ def test_values_between_the_ends_of_bfloat16_survive(bits: int) -> None:
 def test_codes_are_those_of_the_scale_as_it_is_read() -> None:
     x = torch.randn(2000, 128)
     codes, words = quantize(x, resolved(4))
-    scale, offset = unpack_words(words)
+    scale, offset = unpack_words(words, "token")
     nearest = (((x.double() - offset.double()) / scale.double()).round()).clamp(0, 15)
     ties = ((x.double() - offset.double()) / scale.double() % 1 - 0.5).abs() < 1e-5
     assert torch.equal(codes[~ties].double(), nearest[~ties])
@@ -113,10 +113,12 @@ def test_offsets_much_larger_than_the_range(ratio: float) -> None:
             assert (error <= span + wide.abs() * 2**-14).all()
 
 
-def test_words() -> None:
-    x = torch.randn(1000, 128) * torch.logspace(-20, 20, 1000)[:, None]
-    _, words = quantize(x, resolved(4))
-    scale, offset = unpack_words(words)
+@pytest.mark.parametrize("axis", ["token", "channel"])
+def test_words(axis: str) -> None:
+    x = torch.randn(64, 64) * torch.logspace(-16, 20, 64)[:, None]
+    _, words = quantize(x if axis == "token" else x.mT, resolved(4, axis, head_dim=64))
+    scale, offset = (w.view(64, 1) for w in unpack_words(words, axis))  # type: ignore[arg-type]
+    assert axis == "token" or torch.equal(scale, scale.bfloat16().float())
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     assert torch.equal(offset, offset.bfloat16().float())
     assert (offset <= low).all()
@@ -196,7 +198,7 @@ def test_pack_unpack_round_trip(data: st.DataObject) -> None:
         scale, offset = read_params(pages, operand)
         want_scale, want_offset = (p.clone() for p in params_before)
         if words is not None:
-            want_scale[page, :, token], want_offset[page, :, token] = unpack_words(words)
+            want_scale[page, :, token], want_offset[page, :, token] = unpack_words(words, "token")
         assert torch.equal(scale.view(torch.int32), want_scale.view(torch.int32))
         assert torch.equal(offset.view(torch.int32), want_offset.view(torch.int32))
 
@@ -209,7 +211,8 @@ def test_channel_params_round_trip() -> None:
         words = torch.randint(-(2**31), 2**31, (2, 2, 96)).int()
         before = pages.clone()
         write_channel_params(pages, torch.tensor([3, 1]), words, operand)
-        scale, _ = read_params(pages, operand)
-        assert torch.equal(scale[[3, 1]].view(torch.int32), words)
+        scale, offset = read_params(pages, operand)
+        assert torch.equal(scale[[3, 1]].view(torch.int32), words & -0x10000)
+        assert torch.equal(offset[[3, 1]].view(torch.int32), words << 16)
         assert torch.equal(pages[[0, 2]], before[[0, 2]])
         assert torch.equal(read_codes(pages, operand), read_codes(before, operand))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from foscar.layout import CacheSpec, record_layout
+from foscar.layout import CacheSpec, QuantSpec, record_layout
 
 MAX_ROWS = 8
 ARCHITECTURES = ("sm_90a",)
@@ -18,6 +18,25 @@ _EXTRA_BYTES = 11 * 1024
 # warps with head_dim 128 or of 8 with 256, and two, with their statistics, for the CTA.
 MAX_TILES = 16
 SM_PART_FLOATS = (16 // 2 + 2 * 2) * MAX_TILES * 128
+
+
+def _groups(quant: QuantSpec, head_dim: int) -> int:
+    """Into how many groups a token's channels fall; one if they are quantised channel-wise."""
+    assert quant.group_size is not None
+    return 1 if quant.axis == "channel" else head_dim // quant.group_size
+
+
+def _warps(spec: CacheSpec, dtype: torch.dtype, halves: bool) -> int:
+    """Warps of a CTA: 16, 12 or 8, with 128, 168 or 255 registers for a thread.
+
+    Which of them a variant needs not to spill was found by compiling all (`foscar kernels --all`).
+    """
+    k, v = spec.k, spec.v
+    if spec.head_dim == 256:
+        return 8
+    if spec.block_wise or max(_groups(k, spec.head_dim), _groups(v, spec.head_dim)) > 1:
+        return 8
+    return 12 if spec.head_dim == 128 and (k.bits == 4 or (v.bits == 4 and spec.exact_tokens)) else 16
 
 
 @dataclass(frozen=True)
@@ -46,15 +65,12 @@ class DecodeConfig:
     def choose(spec: CacheSpec, dtype: torch.dtype, rows: int) -> DecodeConfig:
         """Pick the variant for a number of query rows of a KV head, and its shape.
 
-        As many warps as registers allow, in one CTA, then as many stages as fit, up to 4. Sixteen warps leave 128
-        registers to each; with 4-bit keys, or with exact tokens for 8 rows, head_dim 96 and 128 need more.
+        As many warps as their registers leave room for, then as many stages as fit, up to 4.
         """
-        halves = rows <= MAX_ROWS // 2
-        warps = 16
-        if spec.head_dim == 256:
-            warps = 8
-        elif spec.head_dim in (96, 128) and (spec.k.bits == 4 or (spec.exact_tokens and not halves)):
-            warps = 12
+        # Halves of columns would need a few more registers than there are, were there 8 groups of both.
+        eight_groups = _groups(spec.k, spec.head_dim) == _groups(spec.v, spec.head_dim) == 8
+        halves = rows <= MAX_ROWS // 2 and not eight_groups
+        warps = _warps(spec, dtype, halves)
         budget = _SM_SHARED_BYTES - _EXTRA_BYTES
         while budget // (warps * spec.record_bytes) < 2:
             warps -= 1
@@ -76,23 +92,26 @@ class DecodeConfig:
         kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
         rows = MAX_ROWS // 2 if self.halves else MAX_ROWS
         exact = "_exact" if self.spec.exact_tokens else ""
-        return f"decode_k{self.spec.k.bits}v{self.spec.v.bits}_d{self.spec.head_dim}_r{rows}{exact}_{kind}"
+        return f"decode_k{self.spec.k}_v{self.spec.v}_d{self.spec.head_dim}_r{rows}{exact}_{kind}"
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: `SharedMemory` in decode.cuh."""
         stages = self.warps * (self.stages * (self.spec.record_bytes + 8) + 32 * 16 + 8 + 8)
         slots = 2 * self.warps * (4 + 4 + 2 * MAX_ROWS * 4)
-        return -(-(stages + slots) // 128) * 128
+        return -(-(stages + slots + 4) // 128) * 128
 
     def source(self) -> str:
         """Return the translation unit: constants, and an entry without a mangled name."""
         layout = record_layout(self.spec)
+        k, v = self.spec.k, self.spec.v
         constants = {
             "kHeadDim": self.spec.head_dim,
             "kKVHeads": self.spec.num_kv_heads,
-            "kKBits": self.spec.k.bits,
-            "kVBits": self.spec.v.bits,
+            "kKBits": k.bits,
+            "kVBits": v.bits,
+            "kKGroups": _groups(k, self.spec.head_dim),
+            "kVGroups": _groups(v, self.spec.head_dim),
             "kKCodes": layout.k.code_offset,
             "kKParams": layout.k.param_offset,
             "kVCodes": layout.v.code_offset,
@@ -102,12 +121,20 @@ class DecodeConfig:
             "kStages": self.stages,
             "kSharedBytes": self.shared_bytes,
         }
-        lines = "\n".join(f"  static constexpr int {name} = {value};" for name, value in constants.items())
+        flags = {
+            "kKChannelWise": k.axis == "channel",
+            "kVChannelWise": v.axis == "channel",
+            "kHalves": self.halves,
+            "kExact": self.spec.exact_tokens > 0,
+            "kBf16": self.dtype == torch.bfloat16,
+        }
+        lines = "\n".join(
+            [f"  static constexpr int {name} = {value};" for name, value in constants.items()]
+            + [f"  static constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+        )
         return (
             '#include "decode.cuh"\n'
-            f"struct Config {{\n  using T = {_TYPES[self.dtype]};\n"
-            f"  static constexpr bool kHalves = {str(self.halves).lower()};\n"
-            f"  static constexpr bool kExact = {str(self.spec.exact_tokens > 0).lower()};\n{lines}\n}};\n"
+            f"struct Config {{\n  using T = {_TYPES[self.dtype]};\n{lines}\n}};\n"
             f'extern "C" __global__ __launch_bounds__({self.warps * 32}, 1)\n'
             "void decode(const __grid_constant__ foscar::DecodeArguments args) { foscar::decode<Config>(args); }\n"
         )
@@ -119,8 +146,6 @@ def unsupported(spec: CacheSpec, dtype: torch.dtype, capability: tuple[int, int]
         return f"kernels are for compute capability 9.0, this is {capability[0]}.{capability[1]}"
     if dtype not in _TYPES:
         return f"kernels take bfloat16 and float16 queries, not {str(dtype)[6:]}"
-    if spec.block_wise:
-        return "kernels do not read channel-wise operands yet"
-    if spec.head_dim not in (spec.k.group_size, spec.v.group_size) or spec.k.group_size != spec.v.group_size:
-        return "kernels do not read groups smaller than head_dim yet"
+    if dtype == torch.float16 and spec.k.axis == "channel" and spec.head_dim == 256:
+        return "a float16 query takes too many registers for channel-wise keys of head_dim 256"
     return None

@@ -183,9 +183,9 @@ def decode_attention(
                 softcap or 0.0,
             )
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-            threads = config.warps * 32
+            threads, address = config.warps * 32, ctypes.addressof(parameters)
             (result,) = driver.cuLaunchKernel(
-                kernel.function, kernel.grid, 1, 1, threads, 1, 1, config.shared_bytes, stream, ctypes.addressof(parameters), 0
+                kernel.function, *(kernel.grid, 1, 1, threads, 1, 1, config.shared_bytes), stream, address, 0
             )
             _check(result)
     if target is not out:

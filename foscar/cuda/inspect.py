@@ -15,12 +15,12 @@ from rich.table import Table
 
 from foscar.cuda.compiler import compile_cubin
 from foscar.cuda.config import MAX_ROWS, DecodeConfig
-from foscar.layout import HEAD_DIMS, PAGE_SIZE, CacheSpec
+from foscar.layout import HEAD_DIMS, PAGE_SIZE, CacheSpec, QuantSpec
 
-# A field of both halves of a word, and the shift that brings the odd bytes down.
-_MASKS = r"0x(?:30003|c000c|300030|c000c0|f000f|f000f0)\b"
-_UNPACK = re.compile(rf"\b(?:LOP3\.LUT.*{_MASKS}|SHF\.R\.U32\.HI R\d+, RZ, 0x8,)")
-# Other ways to turn codes into operands; there should be none of them among the products.
+# Fields of the halves or bytes of a word, and shifts that bring others down.
+_MASKS = r"0x(?:30003|c000c|300030|c000c0|3f003f|f000f|f000f0|ff00ff|3030303|c0c0c0c|f0f0f0f)\b"
+_UNPACK = re.compile(rf"\b(?:LOP3\.LUT.*{_MASKS}|SHF\.R\.U32\.HI R\d+, RZ, 0x[48],)")
+# Other ways to turn codes into operands, and what of softmax looks like one.
 _CONVERT = re.compile(r"\b(?:PRMT|I2F\w*|I2FP\S*|F2F\w*|SGXT|BFE|HADD2\.F32)\b")
 _TENSOR = re.compile(r"\b((?:H|I|Q|HG|IG|QG)MMA\.[\w.]+)")
 
@@ -37,8 +37,10 @@ class KernelReport:
     ----------
     name, arch : str
         The variant, and what it was compiled for.
+    k, v : str
+        How the keys and values that it reads are quantised, "2t128" for instance.
     k_bits, v_bits, head_dim, rows : int
-        What it reads, and the most query rows of a KV head that it takes.
+        Of what it reads, and the most query rows of a KV head that it takes.
     warps, stages : int
         Warps of a CTA, of which an SM has one, and records in flight for each.
     registers : int
@@ -55,6 +57,8 @@ class KernelReport:
 
     name: str
     arch: str
+    k: str
+    v: str
     k_bits: int
     v_bits: int
     head_dim: int
@@ -69,13 +73,43 @@ class KernelReport:
 
 
 def shipped_variants() -> Iterator[DecodeConfig]:
-    """Yield every variant that `DecodeConfig.choose` can pick, but for fp16's, which differ only in load and store."""
+    """Yield every variant that `DecodeConfig.choose` can pick.
+
+    Those for fp16 are left out unless K is channel-wise: they differ only in load and store.
+    """
     for head_dim in HEAD_DIMS:
-        for k_bits in (2, 4):
-            for v_bits in (2, 4):
-                for rows in (MAX_ROWS // 2, MAX_ROWS):
-                    spec = CacheSpec.token_wise(k_bits, 1, head_dim, v_bits=v_bits)
-                    yield DecodeConfig.choose(spec, torch.bfloat16, rows)
+        for k in _quantizers(head_dim):
+            for v in _quantizers(head_dim):
+                for dtype in _dtypes(k, head_dim):
+                    for window in (0, 64):
+                        spec = CacheSpec(k, v, 8, head_dim, sink_tokens=window)
+                        shapes = (DecodeConfig.choose(spec, dtype, rows) for rows in (MAX_ROWS // 2, MAX_ROWS))
+                        yield from dict.fromkeys(shapes)
+
+
+def sample_variants() -> Iterator[DecodeConfig]:
+    """Yield all token-wise variants without groups, and of the others some that have each scheme of K and of V."""
+    for head_dim in HEAD_DIMS:
+        quantizers = _quantizers(head_dim)
+        plain, others = quantizers[:2], quantizers[2:]
+        sample = [(k, v, rows) for k in plain for v in plain for rows in (MAX_ROWS // 2, MAX_ROWS)]
+        for i, k in enumerate(others):
+            sample.append((k, (others + plain)[i + 1], MAX_ROWS // (1 + i % 2)))
+        for i, (k, v, rows) in enumerate(sample):
+            dtypes = _dtypes(k, head_dim)
+            spec = CacheSpec(k, v, 8, head_dim, sink_tokens=i // 2 % 2 * 64)
+            yield DecodeConfig.choose(spec, dtypes[i % len(dtypes)], rows)
+
+
+def _quantizers(head_dim: int) -> list[QuantSpec]:
+    """All ways to quantise K or V, those without groups first."""
+    sizes = dict.fromkeys(size for size in (head_dim, 64, 32) if head_dim % size == 0)
+    token_wise = [QuantSpec(bits, "token", size) for size in sizes for bits in (2, 4)]
+    return token_wise + [QuantSpec(bits, "channel", PAGE_SIZE) for bits in (2, 4)]
+
+
+def _dtypes(k: QuantSpec, head_dim: int) -> tuple[torch.dtype, ...]:
+    return (torch.bfloat16, torch.float16) if k.axis == "channel" and head_dim < 256 else (torch.bfloat16,)
 
 
 def inspect(config: DecodeConfig, arch: str) -> KernelReport:
@@ -99,12 +133,16 @@ def inspect(config: DecodeConfig, arch: str) -> KernelReport:
     for i in products:
         name = _TENSOR.findall(sass[i])[0]
         opcodes[name] = opcodes.get(name, 0) + 1
-    unpacking = sum(bool(_UNPACK.search(line)) for line in sass)
-    converting = sum(bool(_CONVERT.search(line)) for line in sass[products[0] : products[-1] + 1])
-    elements = 2 * PAGE_SIZE * config.spec.head_dim // 32  # of a lane
+    # From a little before the first product: a loop over a page's passes of tokens, or the whole page.
+    loop = sass[products[0] - 40 : products[-1] + 1]
+    operations = sum(bool(_UNPACK.search(line) or _CONVERT.search(line)) for line in loop)
+    passes = 1 if config.halves else 2
+    elements = 2 * PAGE_SIZE * config.spec.head_dim // 32 // passes  # of a lane
     return KernelReport(
         config.name,
         arch,
+        str(config.spec.k),
+        str(config.spec.v),
         config.spec.k.bits,
         config.spec.v.bits,
         config.spec.head_dim,
@@ -114,8 +152,8 @@ def inspect(config: DecodeConfig, arch: str) -> KernelReport:
         registers,
         stack,
         config.shared_bytes,
-        round((unpacking + converting) / elements, 3),
-        opcodes,
+        round(operations / elements, 3),
+        {name: count * passes for name, count in opcodes.items()},
     )
 
 

@@ -131,8 +131,9 @@ def append(
         page = torch.cat([_at_tokens(row, m.leaving, k.device) for row, m in zip(page_rows, moves, strict=True)])
         token = torch.cat([torch.arange(m.leaving.start, m.leaving.stop, device=k.device) for m in moves]) % PAGE_SIZE
         layout = record_layout(spec, k.device)
-        _write(pages, page, token, leaving[:, 0], layout.k)
-        _write(pages, page, token, leaving[:, 1], layout.v)
+        # Every other token of V counts down, so that a sum over tokens of p * scale * code stays small, and loses little.
+        _write(pages, page, token, leaving[:, 0], layout.k, None)
+        _write(pages, page, token, leaving[:, 1], layout.v, (token % 2 == 1)[:, None, None])
     if spec.exact_tokens:
         for m in moves:
             if m.rows:  # a row without new tokens may be padding, and leaves its sequence as it is
@@ -199,12 +200,16 @@ def _check_distinct(name: str, rows: list[list[int]]) -> None:
 
 
 def _write(
-    pages: torch.Tensor, page: torch.Tensor, token: torch.Tensor, x: torch.Tensor, operand: OperandLayout
+    pages: torch.Tensor,
+    page: torch.Tensor,
+    token: torch.Tensor,
+    x: torch.Tensor,
+    operand: OperandLayout,
+    descending: torch.Tensor | None,
 ) -> None:
     """Quantise tokens x ``[n, num_kv_heads, head_dim]`` and write them at their places."""
     if operand.quant.axis == "token":
-        # Every other token counts down, so that a sum over tokens of p * scale * code stays small, and loses little.
-        codes, words = quantize(x, operand.quant, (token % 2 == 1)[:, None, None])
+        codes, words = quantize(x, operand.quant, descending)
         write_tokens(pages, page, token, codes, words, operand)
     else:
         codes, words = _quantize_blocks(x, token, operand.quant)

@@ -1,9 +1,10 @@
 """Asymmetric min/max quantisation to 2 or 4 bits.
 
 A group of values shares a scale ``s`` and an offset ``z``; a code ``c`` stands for ``s * c + z``. Both are kept in one
-32-bit word: its low half is the offset, a bfloat16; the whole word, read as a float32, is the scale. A kernel thus
-gets both without a conversion, the offset has bfloat16's range, and the scale is within 2**-8 of the ideal one. Codes
-are computed with the scale and offset *as they will be read*, so that the rounding of either is made up for.
+32-bit word: its low half is the offset, a bfloat16. Token-wise, the scale is the whole word, read as a float32: a
+kernel gets both without a conversion, and the scale is within 2**-8 of the ideal one. Channel-wise, it is the high
+half, a bfloat16: a kernel multiplies pairs of channels by it. Codes are computed with the scale and offset *as they
+will be read*, so that the rounding of either is made up for.
 
 docs/numerics.md has the measurements behind this choice.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from foscar.layout import QuantSpec
+from foscar.layout import Axis, QuantSpec
 
 BF16_MAX = torch.finfo(torch.bfloat16).max
 # Scales are at least this in magnitude, so that a kernel may bound p * scale instead of p. A group of smaller range is
@@ -65,16 +66,17 @@ def quantize(
     offset = _round_down_to_bf16(low)
     # Halves, because a difference can exceed float32's range.
     ideal_scale = (0.5 * high - 0.5 * offset) / spec.levels * 2
-    words = _pack_words(ideal_scale, sign * offset)
-    scale, _ = unpack_words(words)
+    words = _pack_words(ideal_scale, sign * offset, spec.axis)
+    scale, _ = unpack_words(words, spec.axis)
     codes = ((0.5 * grouped - 0.5 * offset) / (0.5 * scale)).round().clamp(0, spec.levels).to(torch.uint8)
     words = torch.where(sign < 0, words | _SIGN, words)
     return codes.view(x.shape), words.squeeze(row)
 
 
-def unpack_words(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_words(words: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the float32 scale and offset that int32 words hold."""
-    return words.view(torch.float32), (words << 16).view(torch.float32)
+    scale = words if axis == "token" else words & _HIGH_HALF
+    return scale.view(torch.float32), (words << 16).view(torch.float32)
 
 
 def _round_down_to_bf16(x: torch.Tensor) -> torch.Tensor:
@@ -85,8 +87,8 @@ def _round_down_to_bf16(x: torch.Tensor) -> torch.Tensor:
     return torch.where(toward_zero > x, away, toward_zero)
 
 
-def _pack_words(scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Words whose low half is the offset and whose value is as near to the scale as the high half allows."""
+def _pack_words(scale: torch.Tensor, offset: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Words whose low half is the offset and that are read as the scale nearest to the one wanted."""
     low = (offset.view(torch.int32) >> 16) & 0xFFFF
-    high = (scale.clamp(min=2 * LEAST_SCALE).view(torch.int32) - low + 0x8000) >> 16
+    high = (scale.clamp(min=2 * LEAST_SCALE).view(torch.int32) - (low if axis == "token" else 0) + 0x8000) >> 16
     return (high << 16) | low

@@ -18,7 +18,7 @@ def read_codes(records: torch.Tensor, operand: OperandLayout) -> torch.Tensor:
 def read_params(records: torch.Tensor, operand: OperandLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Read scales and offsets, float32 each: token-wise ``[..., 64, groups]``, channel-wise ``[..., head_dim]``."""
     words = records[..., _word_bytes(operand)].view(torch.int32).squeeze(-1)
-    return unpack_words(words)
+    return unpack_words(words, operand.quant.axis)
 
 
 def write_tokens(

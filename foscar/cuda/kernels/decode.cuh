@@ -30,6 +30,7 @@ struct alignas(128) SharedMemory {
   int first[Config::kWarps], begin[Config::kWarps];  // units: first of a warp's, and of the segment that it is at
   int segments[kSlots], segment_begin[kSlots];  // the segment, -1 for none, and its first unit
   float max[kSlots][kRows], sum[kSlots][kRows];
+  unsigned quota;  // units of a CTA
   static_assert(sizeof(stages[0]) >= Shape<Config>::kPartVectors * sizeof(float4), "a partial result fits");
 };
 
@@ -42,8 +43,7 @@ __device__ __forceinline__ float4* spilled_part(const DecodeArguments& args, int
 // What the warps of a CTA left in its slots, merged and handed on. A warp takes a segment's tiles, 32 lanes of them at a
 // time.
 template <typename Config>
-__device__ __forceinline__ void merge_partial_results(const DecodeArguments& args, SharedMemory<Config>& smem,
-                                                      unsigned quota) {
+__device__ __forceinline__ void merge_partial_results(const DecodeArguments& args, SharedMemory<Config>& smem) {
   using S = Shape<Config>;
   constexpr int kLanes = S::kPartLanes, kItemTiles = 32 / kLanes, kItems = S::kTiles / kItemTiles;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -76,7 +76,7 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
 
     const int b = segment / Config::kKVHeads;
     const unsigned begin = smem.segment_begin[leader], end = begin + visible_keys<Config>(args, b).units();
-    const int first_cta = begin / quota, parts = (end - 1) / quota - first_cta + 1;
+    const int first_cta = begin / smem.quota, parts = (end - 1) / smem.quota - first_cta + 1;
     if (parts > 1) {
       // Of a segment's CTAs, the first leaves its part in its second place, the others in their first.
       auto part = [&](int i) {
@@ -117,6 +117,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
 
   const int total = count_units<Config>(args);
   const unsigned quota = cta_quota<Config>(args, total);
+  if (threadIdx.x == 0) smem.quota = quota;
   const int cta_first = blockIdx.x * quota;
   if (cta_first >= total) return;
   const Share share = warp_share<Config>(cta_first, min(static_cast<int>(quota), total - cta_first), warp);
@@ -175,10 +176,10 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   __syncwarp();
 
   State<Config> state;
-  const int column = 2 * (lane % 4), g = lane / 4;
-  const bool has_rows = column < S::kRowMask;
   auto finish_segment = [&](int segment, int begin, bool is_last) {
     state.settle();
+    const int column = 2 * (lane % 4), g = lane / 4;
+    const bool has_rows = column < S::kRowMask;
     const int first = smem.first[warp];
     if (begin >= first && begin + visible_keys<Config>(args, segment / Config::kKVHeads).units() <= first + count) {
       if (!has_rows) return;
@@ -206,10 +207,10 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   };
   for (int i = 0; i < count;) {
     if (lane == 0) smem.begin[warp] = smem.first[warp] + i - smem.units[warp][i % kUnits].index;
-    const QueryRun<Config> run(args, smem.units[warp][i % kUnits].segment);
+    const QueryRuns<Config> runs(args, smem.units[warp][i % kUnits].segment);
     if (i == 0)
       for (int j = 0; j < min(Config::kStages, count); ++j) fetch(j, j);
-    const Query<Config> query(args, run);
+    const Query<Config> query(args, runs);
     state.clear();
     do {
       const unsigned round = static_cast<unsigned>(i) / Config::kStages, stage = i - round * Config::kStages;
@@ -227,7 +228,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     finish_segment(smem.units[warp][(i - 1) % kUnits].segment, smem.begin[warp], i == count);
   }
   __syncthreads();
-  merge_partial_results(args, smem, quota);
+  merge_partial_results(args, smem);
 }
 
 }  // namespace foscar

@@ -64,7 +64,7 @@ __device__ __forceinline__ void attend_exact(const DecodeArguments& args, const 
 #pragma unroll
     for (int j = 0; j < 4; ++j) operand[j] = valid ? *reinterpret_cast<const uint32_t*>(q + 32 * i + 8 * j) : 0u;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) mma_m16n8k16<T>(products[j], k[2 * j], 0, k[2 * j + 1], 0, operand[2 * j], operand[2 * j + 1]);
+    for (int j = 0; j < 2; ++j) mma_m16n8k16<Config::kBf16>(products[j], k[2 * j], 0, k[2 * j + 1], 0, operand[2 * j], operand[2 * j + 1]);
   }
   float s[2];
 #pragma unroll
@@ -97,7 +97,7 @@ __device__ __forceinline__ void attend_exact(const DecodeArguments& args, const 
 #pragma unroll
     for (int j = 0; j < 2; ++j)
 #pragma unroll
-      for (int part = 0; part < 2; ++part) mma_m16n8k8<T>(state.o[2 * i + j], v[2 * j], v[2 * j + 1], operands[part]);
+      for (int part = 0; part < 2; ++part) mma_m16n8k8<Config::kBf16>(state.o[2 * i + j], v[2 * j], v[2 * j + 1], operands[part]);
   }
 }
 

@@ -55,17 +55,24 @@ struct Row {
 template <typename Config>
 struct Shape {
   static constexpr int kHeadDim = Config::kHeadDim;
-  // Channels of a token's K row that one lane of four takes; with head_dim 96 the fourth takes none.
-  static constexpr int kRun = kHeadDim == 64 ? 16 : kHeadDim == 256 ? 64 : 32;
+  // Keys of one scale and offset a token are multiplied by integers, others by 16-bit floats.
+  static constexpr bool kIntegers = !Config::kKChannelWise && Config::kKGroups == 1;
+  // Scores are made of slices of channels, one after the other, if the operands of all take too many registers.
+  static constexpr int kSlices = kHeadDim == 256 && (Config::kKChannelWise || Config::kKGroups == 8) ? 2 : 1;
+  static constexpr int kRuns = kHeadDim / 32 / kSlices;  // of 8 channels that one lane of four takes of a K row's slice
+  static constexpr int kGroups = Config::kKChannelWise ? 1 : Config::kKGroups / kSlices;  // in a slice
+  static constexpr int kGroupRuns = kRuns / kGroups;
   static constexpr int kRowBytes = kHeadDim * Config::kKBits / 8;
-  static constexpr int kRunWords = kRun * Config::kKBits / 32;
-  static constexpr int kKSteps = kRun / 8;         // mma steps along head_dim
-  static constexpr int kVWords = kHeadDim * Config::kVBits / 64;  // a lane's words for 16 tokens
-  static constexpr int kTiles = kHeadDim / 16;     // 16-channel tiles of O^T
+  static constexpr int kRowWords = (kRuns * Config::kKBits + 3) / 4;  // a lane's words of a slice of a K row
+  static constexpr int kVWords = kHeadDim * Config::kVBits / 64;      // a lane's words for 16 tokens
+  static constexpr int kTiles = kHeadDim / 16;                        // 16-channel tiles of O^T
+  static constexpr int kOffsets = Config::kVChannelWise ? 0 : Config::kVGroups;  // of a row, of the output
   static constexpr int kPartLanes = Config::kHalves ? 16 : 32;  // that hold an accumulator's columns of meaning
   static constexpr int kPartVectors = kTiles * kPartLanes;      // float4 of a warp's partial result
   static constexpr int kRowMask = Config::kHalves ? kRows / 2 - 1 : kRows - 1;  // column to row
-  static constexpr int kBlocks = Config::kHalves ? 2 : 4;  // of 16 tokens, of a page, whose softmax a lane takes part in
+  // A page is done in passes of as many tokens as a lane can do the softmax of.
+  static constexpr int kPasses = Config::kHalves ? 1 : 2;
+  static constexpr int kTokens = 4;  // of a lane, in a pass
 };
 
 // Two values of a 16-bit type in a register.
