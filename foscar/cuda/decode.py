@@ -58,6 +58,7 @@ class _Kernel:
     function: Any
     config: DecodeConfig
     grid: int
+    launch: Any  # CUlaunchConfig, but for the stream
 
 
 @functools.cache
@@ -73,8 +74,18 @@ def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, device: int) -> _Ker
     dynamic = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _check(driver.cuKernelSetAttribute(dynamic, config.shared_bytes, kernel.handle, device)[0])
     logger.debug("%s for %s: %s, %d warps, %d stages", config.name, spec, arch, config.warps, config.stages)
+    # The next launch may begin before this one ends: the kernel waits for what came before it.
+    early = driver.CUlaunchAttribute()
+    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    early.value.programmaticStreamSerializationAllowed = 1
+    launch = driver.CUlaunchConfig()
+    launch.gridDimX = properties.multi_processor_count
+    launch.blockDimX = config.warps * 32
+    launch.gridDimY = launch.gridDimZ = launch.blockDimY = launch.blockDimZ = 1
+    launch.sharedMemBytes = config.shared_bytes
+    launch.attrs, launch.numAttrs = [early], 1
     function = driver.CUfunction(int(kernel.handle))
-    return _Kernel(function, config, properties.multi_processor_count)
+    return _Kernel(function, config, properties.multi_processor_count, launch)
 
 
 # Partial results and arrival counters by device and stream (0: all captured graphs).
@@ -183,10 +194,8 @@ def decode_attention(
                 softcap or 0.0,
             )
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-            threads, address = config.warps * 32, ctypes.addressof(parameters)
-            (result,) = driver.cuLaunchKernel(
-                kernel.function, *(kernel.grid, 1, 1, threads, 1, 1, config.shared_bytes), stream, address, 0
-            )
+            kernel.launch.hStream = stream
+            (result,) = driver.cuLaunchKernelEx(kernel.launch, kernel.function, ctypes.addressof(parameters), 0)
             _check(result)
     if target is not out:
         out.copy_(target)

@@ -115,6 +115,10 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     smem.segments[2 * warp] = smem.segments[2 * warp + 1] = -1;
   }
 
+  // A launch may begin when the CTAs of the one before make room; nothing is read or written until that one is done.
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+
   const int total = count_units<Config>(args);
   const unsigned quota = cta_quota<Config>(args, total);
   if (threadIdx.x == 0) smem.quota = quota;

@@ -43,6 +43,14 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
+// Parallel Synchronization and Communication Instructions: griddepcontrol.wait; what earlier launches wrote is visible then
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Parallel Synchronization and Communication Instructions: griddepcontrol.launch_dependents
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // Parallel Synchronization and Communication Instructions: atom.add, releasing what came before and acquiring what others
 // released; returns the old value
 __device__ __forceinline__ uint32_t atomic_add_acq_rel(uint32_t* address, uint32_t value) {

@@ -10,7 +10,7 @@
 namespace foscar {
 
 constexpr int kExactBlock = 8;        // tokens
-constexpr unsigned kLeastQuota = 4;  // of a CTA: a page for each of an SM's quarters
+constexpr unsigned kLeastQuota = 8;  // of a CTA: fewer pages are more parts to merge
 
 template <typename T>
 __device__ __forceinline__ T ceil_div(T a, T b) {
