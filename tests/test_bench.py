@@ -195,7 +195,7 @@ def test_rows(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     measuring = run.Run(CPU, 100.0, True, messages.append)
     rows = measuring.measure(SMALL, SMALL_CASES)
     assert [r.k_bits for r in rows] == [2, 4] and all(r.point == SMALL for r in rows)
-    assert rows[0].share == pytest.approx(rows[0].gbps / 100) and rows[0].kernel == "decode_k2v2_d64_r4_bf16"
+    assert rows[0].share == pytest.approx(rows[0].gbps / 100) and rows[0].kernel == "decode_k2t64_v2t64_d64_r4_bf16"
     assert (rows[0].flashinfer_bf16_us, rows[0].xqa_bf16_us, rows[0].xqa_fp8_us) == (2.0, None, None)
     assert "B: NotImplementedError: no such kernel" in messages[0] and "far off" in messages[1]
     assert len(messages) == 2 and measuring.failures == 0
