@@ -83,7 +83,8 @@ def _decode_attention_cuda(
         from foscar.cuda import decode
 
         attend = decode.decode_attention
-    attend(q, pages, exact, lengths, block_table, seq_lens, seq_ids, sinks, out, lse, spec, *options)
+    with torch.cuda.device(q.device):
+        attend(q, pages, exact, lengths, block_table, seq_lens, seq_ids, sinks, out, lse, spec, *options)
 
 
 torch.library.impl("foscar::append", ("cpu", "cuda"), _with_spec(cache.append))

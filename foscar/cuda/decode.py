@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,7 @@ class _Kernel:
     config: DecodeConfig
     grid: int
     launch: Any  # CUlaunchConfig, but for the stream
+    lock: threading.Lock  # of that
 
 
 @functools.cache
@@ -85,10 +87,11 @@ def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, device: int) -> _Ker
     launch.sharedMemBytes = config.shared_bytes
     launch.attrs, launch.numAttrs = [early], 1
     function = driver.CUfunction(int(kernel.handle))
-    return _Kernel(function, config, properties.multi_processor_count, launch)
+    return _Kernel(function, config, properties.multi_processor_count, launch, threading.Lock())
 
 
-# Partial results and arrival counters by device and stream (0: all captured graphs).
+_GRAPHS = -1  # instead of a stream
+# Partial results and arrival counters by device and stream.
 _workspaces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -99,12 +102,12 @@ def _workspace(device: int, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
     So the first launch outside a graph allocates that of graphs, too.
     """
     if torch.cuda.is_current_stream_capturing():
-        if (device, 0) not in _workspaces:
+        if (device, _GRAPHS) not in _workspaces:
             refuse("decode_attention", "captured in a CUDA graph", "must first be called once outside of one")
-        stream = 0
+        stream = _GRAPHS
     elif (device, stream) not in _workspaces:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        for owner in {(device, stream), (device, 0)} - _workspaces.keys():
+        for owner in {(device, stream), (device, _GRAPHS)} - _workspaces.keys():
             _workspaces[owner] = (
                 torch.empty(sms * SM_PART_FLOATS, device=device, dtype=torch.float32),
                 torch.zeros(sms * MAX_TILES, dtype=torch.int32, device=device),
@@ -194,8 +197,9 @@ def decode_attention(
                 softcap or 0.0,
             )
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-            kernel.launch.hStream = stream
-            (result,) = driver.cuLaunchKernelEx(kernel.launch, kernel.function, ctypes.addressof(parameters), 0)
+            with kernel.lock:
+                kernel.launch.hStream = stream
+                (result,) = driver.cuLaunchKernelEx(kernel.launch, kernel.function, ctypes.addressof(parameters), 0)
             _check(result)
     if target is not out:
         out.copy_(target)

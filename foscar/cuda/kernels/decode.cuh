@@ -48,8 +48,10 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
   constexpr int kLanes = S::kPartLanes, kItemTiles = 32 / kLanes, kItems = S::kTiles / kItemTiles;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int mine = lane < SharedMemory<Config>::kSlots ? smem.segments[lane] : -1;
-  const unsigned alike = __match_any_sync(kAllLanes, mine);
-  const unsigned leaders = __ballot_sync(kAllLanes, mine >= 0 && __ffs(alike) - 1 == lane);
+  // The slots of a segment are neighbours, but for empty ones.
+  const unsigned taken = __ballot_sync(kAllLanes, mine >= 0), before = taken & ((1u << lane) - 1);
+  const int previous = __shfl_sync(kAllLanes, mine, before ? 31 - __clz(before) : lane);
+  const unsigned leaders = __ballot_sync(kAllLanes, mine >= 0 && (before == 0 || previous != mine));
   const int part_lane = lane % kLanes, columns = kLanes == 16 ? lane % 2 * 2 : lane % 4 * 2;
   const int g = part_lane / (kLanes / 8);
 #pragma unroll 1
@@ -57,8 +59,9 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
     unsigned rest = leaders;
     for (int i = item / kItems; i > 0; --i) rest &= rest - 1;
     const int leader = __ffs(rest) - 1;
-    const int segment = __shfl_sync(kAllLanes, mine, leader);
-    const unsigned slots = __shfl_sync(kAllLanes, alike, leader);
+    rest &= rest - 1;
+    const unsigned slots = rest ? taken & ((1u << (__ffs(rest) - 1)) - 1) : taken;
+    const int segment = smem.segments[leader];
     const int tile = item % kItems * kItemTiles + lane / kLanes;
     const int place = tile * kLanes + part_lane;
 
@@ -75,8 +78,8 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
     });
 
     const int b = segment / Config::kKVHeads;
-    const unsigned begin = smem.segment_begin[leader], end = begin + visible_keys<Config>(args, b).units();
-    const int first_cta = begin / smem.quota, parts = (end - 1) / smem.quota - first_cta + 1;
+    const int begin = smem.segment_begin[leader], last = begin + visible_keys<Config>(args, b).units() - 1;
+    const int first_cta = small_quotient(begin, smem.quota), parts = small_quotient(last, smem.quota) - first_cta + 1;
     if (parts > 1) {
       // Of a segment's CTAs, the first leaves its part in its second place, the others in their first.
       auto part = [&](int i) {

@@ -70,12 +70,12 @@ struct Output {
       const int head = segment % Config::kKVHeads * args.heads_per_kv + which.head;
       float max = state.max[col], sum = state.sum[col];
       float lse = -CUDART_INF_F;
-      factor[col] = sum == 0.f ? 0.f : 1.f / sum;  // NaN stays NaN
+      factor[col] = sum == 0.f ? 0.f : __fdividef(1.f, sum);  // NaN stays NaN
       if (sum > 0.f) {
         if (args.sinks) {
           const float sink = args.sinks[head] * kLog2e, raised = fmaxf(max, sink), keep = ex2(max - raised);
           sum = fmaf(sum, keep, ex2(sink - raised));
-          factor[col] = keep / sum;
+          factor[col] = __fdividef(keep, sum);
           max = raised;
         }
         lse = (max + lg2(sum)) * 0.6931471805599453f;
