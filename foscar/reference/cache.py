@@ -131,7 +131,7 @@ def append(
         page = torch.cat([_at_tokens(row, m.leaving, k.device) for row, m in zip(page_rows, moves, strict=True)])
         token = torch.cat([torch.arange(m.leaving.start, m.leaving.stop, device=k.device) for m in moves]) % PAGE_SIZE
         layout = record_layout(spec, k.device)
-        # Every other token of V counts down, so that a sum over tokens of p * scale * code stays small, and loses little.
+        # Every other token of V counts down, so that sums over tokens of p * scale * code stay small, and lose little.
         _write(pages, page, token, leaving[:, 0], layout.k, None)
         _write(pages, page, token, leaving[:, 1], layout.v, (token % 2 == 1)[:, None, None])
     if spec.exact_tokens:

@@ -128,12 +128,12 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   const int cta_first = blockIdx.x * quota;
   if (cta_first >= total) return;
   const Share share = warp_share<Config>(cta_first, min(static_cast<int>(quota), total - cta_first), warp);
-  const int count = share.count;
+  const unsigned count = share.count;
 
   // Units are looked up by a lane each, long before they are needed: what is loaded queues behind the records in flight.
   if (lane == 0) smem.cursors[warp] = {0, 0}, smem.first[warp] = share.first;
   __syncwarp();
-  auto look_up = [&](int start, int units) {
+  auto look_up = [&](unsigned start, int units) {
     const bool asks = lane < units && start + lane < count;
     Cursor<Config> cursor = smem.cursors[warp];
     Unit unit = cursor.find(args, smem.first[warp] + start + lane, asks);
@@ -158,7 +158,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   };
 
   // Records are fetched kStages ahead, across the borders of segments.
-  auto fetch = [&](int i, int stage) {
+  auto fetch = [&](unsigned i, unsigned stage) {
     if (i % (kUnits / 2) == 0) {
       cp_async_wait_all();
       __syncwarp();
@@ -173,7 +173,8 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       const bool is_page = unit.position >= 0;
       mbarrier_arrive_expect_tx(barrier, is_page ? Config::kRecordBytes : 0);
       if (is_page) {
-        const int64_t record = unit.page * static_cast<int64_t>(Config::kKVHeads) + unit.segment % Config::kKVHeads;
+        const uint32_t head = static_cast<uint32_t>(unit.segment) % Config::kKVHeads;
+        const uint64_t record = static_cast<uint32_t>(unit.page) * Config::kKVHeads + head;
         cp_async_bulk(smem_address(smem.stages[warp][stage]), args.pages + record * Config::kRecordBytes,
                       Config::kRecordBytes, barrier);
       }
@@ -188,7 +189,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     const int column = 2 * (lane % 4), g = lane / 4;
     const bool has_rows = column < S::kRowMask;
     const int first = smem.first[warp];
-    if (begin >= first && begin + visible_keys<Config>(args, segment / Config::kKVHeads).units() <= first + count) {
+    if (begin >= first && begin + visible_keys<Config>(args, segment / Config::kKVHeads).units() <= static_cast<int>(first + count)) {
       if (!has_rows) return;
       const Output<Config> output(args, segment, {{state.max[0], state.max[1]}, {state.sum[0], state.sum[1]}}, column,
                                   g == 0);
@@ -212,15 +213,15 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       *reinterpret_cast<float2*>(smem.sum[slot] + column) = {state.sum[0], state.sum[1]};
     }
   };
-  for (int i = 0; i < count;) {
+  for (unsigned i = 0; i < count;) {
     if (lane == 0) smem.begin[warp] = smem.first[warp] + i - smem.units[warp][i % kUnits].index;
     const QueryRuns<Config> runs(args, smem.units[warp][i % kUnits].segment);
     if (i == 0)
-      for (int j = 0; j < min(Config::kStages, count); ++j) fetch(j, j);
+      for (unsigned j = 0; j < min(count, Config::kStages); ++j) fetch(j, j);
     const Query<Config> query(args, runs);
     state.clear();
     do {
-      const unsigned round = static_cast<unsigned>(i) / Config::kStages, stage = i - round * Config::kStages;
+      const unsigned round = i / Config::kStages, stage = i - round * Config::kStages;
       const Unit unit = smem.units[warp][i % kUnits];
       mbarrier_wait(smem_address(&smem.full[warp][stage]), round & 1);
       if (unit.position >= 0) {

@@ -28,20 +28,19 @@ struct State {
   float o[Shape<Config>::kTiles][4];  // products of fields taken together, or values
   float max[2], sum[2];               // of columns 2c and 2c + 1; the sum is of this lane's tokens only
   float offset[Config::kVGroups][2];  // sums of p times offset, of this lane's tokens; not used if V is channel-wise
-  int flags;
+  bool in_values;                     // of o; without exact tokens it is not until the end
 
-  static constexpr int kFresh = 1;     // shifted by the column: no token seen yet, max is 0, and not one
-  static constexpr int kInValues = 4;  // o is in units of values
-  __device__ __forceinline__ bool is_fresh(int col) const { return flags & kFresh << col; }
-  __device__ __forceinline__ bool any_fresh() const { return flags & 3 * kFresh; }
+  // A maximum of -0 is none: no token has been seen yet.
+  __device__ __forceinline__ bool is_fresh(int col) const { return __float_as_uint(max[col]) == 0x80000000u; }
+  __device__ __forceinline__ bool any_fresh() const { return is_fresh(0) || is_fresh(1); }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int col = 0; col < 2; ++col) {
-      max[col] = 0.f;
+      max[col] = -0.f;
       map(col, [](float) { return 0.f; });
     }
-    flags = 3 * kFresh;
+    in_values = false;
   }
 
   // Replaces all that a column has, but for its maximum.
@@ -66,10 +65,9 @@ struct State {
         rise[col] = fmaxf(rise[col], __shfl_xor_sync(kAllLanes, rise[col], d));
       if (!is_fresh(col)) rise[col] = fmaxf(rise[col], 0.f);
       const bool seen = rise[col] > -CUDART_INF_F;
-      if (seen) flags &= ~(kFresh << col);
-      else rise[col] = 0.f;
+      if (!seen) rise[col] = 0.f;
       const float factor = ex2(fminf(-rise[col], 0.f));  // what is fresh is 0
-      max[col] += rise[col];
+      if (seen) max[col] = max[col] + rise[col] + 0.f;  // not -0
       map(col, [&](float x) { return x * factor; });
     }
     return {rise[0], rise[1]};
@@ -78,8 +76,8 @@ struct State {
   // Brings o from sums of products to those of values.
   __device__ __forceinline__ void to_values() {
     constexpr int kFields = 8 / Config::kVBits;
-    if (flags & kInValues) return;
-    flags |= kInValues;
+    if (Config::kExact && in_values) return;
+    in_values = true;
 #pragma unroll
     for (int i = 2 * Shape<Config>::kTiles - 1; i >= 0; --i)  // 8 channels, of field i % kFields
 #pragma unroll
