@@ -6,6 +6,7 @@ import ctypes
 import functools
 import logging
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,70 @@ def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, device: int) -> _Ker
     return _Kernel(function, config, properties.multi_processor_count, launch, threading.Lock())
 
 
+def _row_block(q: torch.Tensor, spec: CacheSpec) -> tuple[int, int]:
+    """How many query heads of a KV head, and query tokens, one launch attends with."""
+    heads_per_kv = q.shape[2] // spec.num_kv_heads
+    return min(heads_per_kv, MAX_ROWS), min(max(MAX_ROWS // heads_per_kv, 1), q.shape[1])
+
+
+def launches(
+    config: DecodeConfig,
+    grid: int,
+    workspace: tuple[torch.Tensor, torch.Tensor],
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    exact: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_ids: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sm_scale: float,
+    softcap: float | None,
+    window_left: int | None,
+) -> Iterator[_Arguments]:
+    """Yield the arguments of each launch, whose rows of channels are contiguous, q's aligned to 16 bytes."""
+    spec = config.spec
+    heads_at_once, tokens_at_once = _row_block(q, spec)
+    heads_per_kv = q.shape[2] // spec.num_kv_heads
+    parts, arrivals = workspace
+    for token in range(0, q.shape[1], tokens_at_once):
+        for head in range(0, heads_per_kv, heads_at_once):
+            group = min(heads_at_once, heads_per_kv - head)
+            yield _Arguments(
+                q.data_ptr() + (token * q.stride(1) + head * q.stride(2)) * q.itemsize,
+                pages.data_ptr(),
+                block_table.data_ptr(),
+                seq_lens.data_ptr(),
+                None if sinks is None else sinks.data_ptr() + 4 * head,
+                out.data_ptr() + (token * out.stride(1) + head * out.stride(2)) * out.itemsize,
+                lse.data_ptr() + 4 * (token * lse.stride(1) + head),
+                exact.data_ptr(),
+                lengths.data_ptr(),
+                None if seq_ids is None else seq_ids.data_ptr(),
+                parts.data_ptr(),
+                parts.data_ptr() + 4 * grid * config.warps * config.part_floats,
+                arrivals.data_ptr(),
+                (ctypes.c_int64 * 3)(*q.stride()[:3]),
+                (ctypes.c_int64 * 3)(*out.stride()[:3]),
+                (ctypes.c_int64 * 2)(*lse.stride()[:2]),
+                q.shape[0],
+                min(tokens_at_once, q.shape[1] - token),
+                q.shape[1] - token,
+                group,
+                heads_per_kv,
+                -(-(1 << 16) // group),
+                block_table.stride(0),
+                -1 if window_left is None else window_left,
+                spec.sink_tokens,
+                spec.ring_tokens,
+                sm_scale,
+                softcap or 0.0,
+            )
+
+
 _GRAPHS = -1  # instead of a stream
 # Partial results and arrival counters by device and stream.
 _workspaces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -142,14 +207,11 @@ def decode_attention(
     from cuda.bindings import driver
 
     device = q.device.index
-    batch, q_len, num_q_heads, _ = q.shape
+    batch = q.shape[0]
     if batch == 0:
         return
-    heads_per_kv = num_q_heads // spec.num_kv_heads
-    heads_at_once = min(heads_per_kv, MAX_ROWS)
-    tokens_at_once = min(max(MAX_ROWS // heads_per_kv, 1), q_len)
+    heads_at_once, tokens_at_once = _row_block(q, spec)
     kernel = _kernel(spec, q.dtype, heads_at_once * tokens_at_once, device)
-    config = kernel.config
     stream = torch.cuda.current_stream(device).cuda_stream
     aligned = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3]) and q.data_ptr() % 16 == 0
     units = max(block_table.shape[1], 1) + (spec.exact_tokens + 16) // 8
@@ -161,45 +223,13 @@ def decode_attention(
     seq_lens = seq_lens.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
     seq_ids = None if seq_ids is None else seq_ids.contiguous()
-    parts, arrivals = _workspace(device, stream)
-
-    for token in range(0, q_len, tokens_at_once):
-        for head in range(0, heads_per_kv, heads_at_once):
-            group = min(heads_at_once, heads_per_kv - head)
-            arguments = _Arguments(
-                q.data_ptr() + (token * q.stride(1) + head * q.stride(2)) * q.itemsize,
-                pages.data_ptr(),
-                block_table.data_ptr(),
-                seq_lens.data_ptr(),
-                None if sinks is None else sinks.data_ptr() + 4 * head,
-                target.data_ptr() + (token * target.stride(1) + head * target.stride(2)) * target.itemsize,
-                lse.data_ptr() + 4 * (token * lse.stride(1) + head),
-                exact.data_ptr(),
-                lengths.data_ptr(),
-                None if seq_ids is None else seq_ids.data_ptr(),
-                parts.data_ptr(),
-                parts.data_ptr() + 4 * kernel.grid * config.warps * config.part_floats,
-                arrivals.data_ptr(),
-                (ctypes.c_int64 * 3)(*q.stride()[:3]),
-                (ctypes.c_int64 * 3)(*target.stride()[:3]),
-                (ctypes.c_int64 * 2)(*lse.stride()[:2]),
-                batch,
-                min(tokens_at_once, q_len - token),
-                q_len - token,
-                group,
-                heads_per_kv,
-                -(-(1 << 16) // group),
-                block_table.stride(0),
-                -1 if window_left is None else window_left,
-                spec.sink_tokens,
-                spec.ring_tokens,
-                sm_scale,
-                softcap or 0.0,
-            )
-            parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-            with kernel.lock:
-                kernel.launch.hStream = stream
-                (result,) = driver.cuLaunchKernelEx(kernel.launch, kernel.function, ctypes.addressof(parameters), 0)
-            _check(result)
+    tensors = (q, pages, exact, lengths, block_table, seq_lens, seq_ids, sinks, target, lse)
+    workspace = _workspace(device, stream)
+    for arguments in launches(kernel.config, kernel.grid, workspace, *tensors, sm_scale, softcap, window_left):
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        with kernel.lock:
+            kernel.launch.hStream = stream
+            (result,) = driver.cuLaunchKernelEx(kernel.launch, kernel.function, ctypes.addressof(parameters), 0)
+        _check(result)
     if target is not out:
         out.copy_(target)

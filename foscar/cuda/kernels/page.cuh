@@ -142,10 +142,14 @@ __device__ __forceinline__ void score(float (&s)[Shape<Config>::kTokens][2], con
     for (int j = 0; j < 2; ++j) {
       KBlock<Config>(record, 2 * pass + j, 0).multiply(products[j], query);
       if constexpr (Config::kHalves) {
+        // Lanes c and c ^ 2 have the digits of the same rows, and want the tokens of a half of the page each.
         int other[4];
         KBlock<Config>(record, j + 2, 0).multiply(other, query);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) products[j][i] = half ? other[i] : products[j][i];
+        for (int i = 0; i < 4; ++i) {
+          const int kept = half ? other[i] : products[j][i], given = half ? products[j][i] : other[i];
+          products[j][i] = kept * (half ? 1 : 256) + __shfl_xor_sync(kAllLanes, given, 2) * (half ? 256 : 1);
+        }
       }
     }
     uint32_t words[S::kTokens];

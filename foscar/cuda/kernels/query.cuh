@@ -82,21 +82,27 @@ struct KBlock {
     }
   }
 
-  // Products with all channels, as integers.
+  // Products of all channels with the query's digits. With kHalves, columns 0 to 3 are those of the high digits, and
+  // columns 4 to 7 those of the low ones.
   template <typename Query>
   __device__ __forceinline__ void multiply(int (&product)[4], const Query& query) const {
     using Integers = KCodes<Config::kKBits>;
-    int high[4] = {}, low_digits[4] = {query.rounding[0], query.rounding[1], query.rounding[0], query.rounding[1]};
+    int high[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) product[i] = query.rounding[i % 2];
 #pragma unroll
     for (int step = 0; step < Query::kSteps; ++step) {
       const int w = 2 * step / Integers::kOperands, n = 2 * step % Integers::kOperands;
       const uint32_t a0 = Integers::operand(words[0][w], n), a1 = Integers::operand(words[1][w], n);
       const uint32_t a2 = Integers::operand(words[0][w], n + 1), a3 = Integers::operand(words[1][w], n + 1);
-      mma_m16n8k32<true>(high, a0, a1, a2, a3, query.high[step][0], query.high[step][1]);
-      mma_m16n8k32<false>(low_digits, a0, a1, a2, a3, query.low[step][0], query.low[step][1]);
+      mma_m16n8k32(product, a0, a1, a2, a3, query.digits[0][step][0], query.digits[0][step][1]);
+      if constexpr (!Config::kHalves)
+        mma_m16n8k32(high, a0, a1, a2, a3, query.digits[1][step][0], query.digits[1][step][1]);
     }
+    if constexpr (!Config::kHalves) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) product[i] = high[i] * 256 + low_digits[i];
+      for (int i = 0; i < 4; ++i) product[i] += high[i] * 256;
+    }
   }
 
   // Products with one group of channels. A run of 4-bit codes is a word, one of 2-bit codes its even or odd bytes.
@@ -277,18 +283,28 @@ struct Query<Config, true, false> {
   }
 };
 
-// Token-wise K of one group: integers of 16 bits, row by row, in two digits.
+// Byte kByte of each of four words.
+template <int kByte>
+__device__ __forceinline__ uint32_t gather_bytes(const uint32_t (&words)[4]) {
+  constexpr uint32_t kTwo = (kByte + 4) << 4 | kByte;
+  return __byte_perm(__byte_perm(words[0], words[1], kTwo), __byte_perm(words[2], words[3], kTwo), 0x5410);
+}
+
+// Token-wise K of one group: integers of 16 bits, row by row, in two signed digits: the low and the high ones, or, with
+// kHalves, the high ones in columns 0 to 3 and the low ones in columns 4 to 7.
 template <typename Config>
 struct Query<Config, false, true> {
   static constexpr int kSteps = Shape<Config>::kRowWords * KCodes<Config::kKBits>::kOperands / 2;
-  uint32_t high[kSteps][2], low[kSteps][2];  // signed and unsigned digits
-  int rounding[2];              // of columns 2c and 2c + 1: what rounding took from the integers, times the mean code
+  uint32_t digits[Config::kHalves ? 1 : 2][kSteps][2];
+  // Of columns 2c and 2c + 1, for low digits: what rounding took from the integers, times the mean code.
+  int rounding[2];
   float score_unit[2], sum[2];  // in powers of two, sm_scale included
 
   __device__ __forceinline__ Query(const DecodeArguments& args, const QueryRuns<Config>& x) {
     using S = Shape<Config>;
     using K = KCodes<Config::kKBits>;
     const int c = threadIdx.x % 4;
+    const bool is_low = threadIdx.x % 32 >= 16;  // of this lane's column
     float sums[8] = {}, tops[8] = {};
 #pragma unroll
     for (int r = 0; r < S::kRuns; ++r)
@@ -301,7 +317,7 @@ struct Query<Config, false, true> {
     float top = fmaxf(tops[0], kLeastQuery);
 #pragma unroll
     for (int d = 1; d < 4; d *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
-    const float scale = 32767.f / top;
+    const float scale = (127 * 256 + 127) / top;
 
     // Adding 1.5 * 2^23 rounds to an integer, whose two's complement is in the low bits then.
     constexpr float kMagic = 12582912.f;
@@ -309,7 +325,7 @@ struct Query<Config, false, true> {
 #pragma unroll
     for (int n = 0; n < 2 * kSteps; ++n) {  // operands of all words
       const int word = n / K::kOperands, field = n % K::kOperands, weight = K::weight(field);
-      uint32_t bits[4];
+      uint32_t low_bits[4], high_bits[4];
 #pragma unroll
       for (int byte = 0; byte < 4; ++byte) {
         // Where a row's runs are odd in number, the last word's odd bytes are not this lane's.
@@ -318,11 +334,16 @@ struct Query<Config, false, true> {
         const float exact = run < S::kRuns ? x(run, place) * (scale / weight) : 0.f;
         const float rounded = exact + kMagic;
         residual = fmaf(exact - (rounded - kMagic), weight, residual);
-        bits[byte] = __float_as_uint(rounded);
+        low_bits[byte] = __float_as_uint(rounded);
+        high_bits[byte] = __float_as_uint(rounded + 128.f);
       }
-      const uint32_t lower = __byte_perm(bits[0], bits[1], 0x5140), upper = __byte_perm(bits[2], bits[3], 0x5140);
-      low[n / 2][n % 2] = __byte_perm(lower, upper, 0x5410);
-      high[n / 2][n % 2] = __byte_perm(lower, upper, 0x7632);
+      const uint32_t low = gather_bytes<0>(low_bits), high = gather_bytes<1>(high_bits);
+      if constexpr (Config::kHalves) {
+        digits[0][n / 2][n % 2] = is_low ? low : high;
+      } else {
+        digits[0][n / 2][n % 2] = low;
+        digits[1][n / 2][n % 2] = high;
+      }
     }
     float total = sums[0];
 #pragma unroll
@@ -340,6 +361,7 @@ struct Query<Config, false, true> {
     for (int i = 0; i < 2; ++i) {
       const int lane = (2 * c + i) * 4;
       rounding[i] = __shfl_sync(kAllLanes, mean_residual, lane);
+      if (Config::kHalves && c < 2) rounding[i] = 0;
       sum[i] = __shfl_sync(kAllLanes, total, lane);
       score_unit[i] = __shfl_sync(kAllLanes, its_unit, lane);
     }

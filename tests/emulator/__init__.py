@@ -1,0 +1,49 @@
+"""The decode kernel on a CPU: its own source, over another PTX layer (`ptx.cuh` beside this file), in a host compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from foscar.cuda.compiler import KERNELS
+from foscar.cuda.config import MAX_TILES, SM_PART_FLOATS, DecodeConfig
+from foscar.cuda.decode import launches
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+_ENTRY = """
+extern "C" void run(const foscar::DecodeArguments* args, int grid) {
+  static_assert(sizeof(foscar::DecodeArguments) == SIZE);
+  emulator::launch(grid, Config::kWarps * 32, foscar::memory, Config::kSharedBytes,
+                   [&] { foscar::decode<Config>(*args); });
+}
+"""
+
+
+@functools.cache
+def build(config: DecodeConfig, size: int) -> ctypes.CDLL:
+    """Compile a variant, whose arguments take `size` bytes, into a library."""
+    with tempfile.TemporaryDirectory() as folder:
+        for header in [*KERNELS.glob("*.cuh"), *HERE.glob("*.*h")]:  # the second ptx.cuh takes the place of the first
+            shutil.copy(header, folder)
+        source = config.source().split('extern "C"')[0] + _ENTRY.replace("SIZE", str(size))
+        (Path(folder) / "kernel.cc").write_text(source)
+        command = [COMPILER or "g++", "-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-I."]
+        subprocess.run([*command, "-shared", "kernel.cc", "-o", "kernel.so"], cwd=folder, check=True)
+        return ctypes.CDLL(str(Path(folder) / "kernel.so"))
+
+
+def decode_attention(config: DecodeConfig, grid: int, *tensors_and_options: object) -> None:
+    """Run a variant on `grid` multiprocessors; the other arguments are those of `foscar.cuda.decode.launches`."""
+    parts = torch.full((grid * SM_PART_FLOATS,), torch.nan)
+    arrivals = torch.zeros(grid * MAX_TILES, dtype=torch.int32)
+    for arguments in launches(config, grid, (parts, arrivals), *tensors_and_options):  # type: ignore[arg-type]
+        library = build(config, ctypes.sizeof(arguments))
+        library.run(ctypes.byref(arguments), grid)
+        assert not arrivals.any(), "counters are zero between launches"

@@ -1,0 +1,93 @@
+"""Kernels' own source on a CPU, thread by thread: schedules, merges, masks and every operand, without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import emulator
+import pytest
+import torch
+from helpers import make_batch, oracle, relative_error
+
+import foscar
+from foscar.cuda.config import DecodeConfig
+
+pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="g++ is not installed")
+BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 3e-3}
+T, K = foscar.CacheSpec.token_wise, foscar.CacheSpec.kivi
+CHANNEL = foscar.QuantSpec(2, "channel")
+
+
+def check(
+    spec: foscar.CacheSpec,
+    lengths: list[int],
+    group: int,
+    *,
+    q_len: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    grid: int = 3,
+    warps: int = 3,
+    softcap: float | None = None,
+    window: int | None = None,
+    with_sinks: bool = False,
+) -> None:
+    torch.manual_seed(len(lengths))
+    batch = make_batch(spec, lengths, dtype=dtype)
+    q = torch.randn(len(lengths), q_len, spec.num_kv_heads * group, spec.head_dim).to(dtype)
+    sinks = torch.randn(q.shape[2]) if with_sinks else None
+    config = replace(DecodeConfig.choose(spec, dtype, min(q_len * group, 8)), warps=warps)
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
+    cache = batch.cache
+    tensors = (q, cache.pages, cache.exact, cache.lengths, batch.block_table, batch.seq_lens, batch.seq_ids, sinks)
+    emulator.decode_attention(config, grid, *tensors, out, lse, spec.head_dim**-0.5, softcap, window)
+    for b, (k, v) in enumerate(batch.dequantized()):
+        want, want_lse = oracle(q[b], k, v, softcap=softcap, window=window, sinks=sinks)
+        empty = want_lse == -torch.inf
+        assert torch.equal(lse[b] == -torch.inf, empty) and (out[b][empty] == 0).all()
+        assert relative_error(out[b], want) <= BOUNDS[dtype]
+        assert torch.allclose(lse[b][~empty].double(), want_lse[~empty], rtol=1e-5, atol=1e-3)
+
+
+RAGGED = [1, 0, 63, 64, 65, 300, 0, 700]
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("group", [4, 7])
+def test_ragged_batch(bits: int, group: int) -> None:
+    check(T(bits, 2, 128, v_bits=6 - bits), RAGGED, group)
+
+
+@pytest.mark.parametrize(("grid", "warps"), [(1, 1), (1, 16), (2, 5), (7, 2), (5, 3)])
+def test_schedules(grid: int, warps: int) -> None:
+    """Runs that begin and end anywhere: within a warp, a CTA, across several CTAs."""
+    for lengths in ([2000], [640] * 3, RAGGED, [3] * 40, [0, 0], [1500, 10, 10]):
+        check(T(2, 2, 64), lengths, 2, grid=grid, warps=warps)
+
+
+def test_many_sequences() -> None:
+    check(T(2, 1, 64), [i * 37 % 131 for i in range(70)], 3, grid=4, warps=4)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_windows_and_masks(dtype: torch.dtype) -> None:
+    spec = T(2, 1, 128, sink_tokens=5, recent_tokens=20)
+    check(spec, RAGGED, 4, dtype=dtype)
+    check(spec, RAGGED, 2, q_len=2, dtype=dtype, window=100, softcap=5.0, with_sinks=True)
+    check(T(4, 1, 64, sink_tokens=64, recent_tokens=128), [40, 64, 65, 200, 1000], 5, dtype=dtype, window=700)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        K(2, 1, 128, recent_tokens=30),
+        foscar.CacheSpec(CHANNEL, foscar.QuantSpec(4, "channel"), 1, 64),
+        T(2, 1, 128, group_size=32),
+        T(4, 1, 128, group_size=64),
+        T(2, 1, 96),
+        T(4, 1, 256, v_bits=2),
+    ],
+    ids=str,
+)
+def test_schemes(spec: foscar.CacheSpec) -> None:
+    check(spec, [1, 64, 130, 333], 4)
+    check(spec, [1, 64, 130, 333], 8, dtype=torch.float16 if spec.head_dim < 256 else torch.bfloat16)
