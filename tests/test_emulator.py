@@ -23,6 +23,8 @@ def check(
     lengths: list[int],
     group: int,
     *,
+    kv: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None,
+    q_factor: float = 1.0,
     q_len: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     grid: int = 3,
@@ -32,8 +34,8 @@ def check(
     with_sinks: bool = False,
 ) -> None:
     torch.manual_seed(len(lengths))
-    batch = make_batch(spec, lengths, dtype=dtype)
-    q = torch.randn(len(lengths), q_len, spec.num_kv_heads * group, spec.head_dim).to(dtype)
+    batch = make_batch(spec, lengths, dtype=dtype, kv=kv)
+    q = (torch.randn(len(lengths), q_len, spec.num_kv_heads * group, spec.head_dim) * q_factor).to(dtype)
     sinks = torch.randn(q.shape[2]) if with_sinks else None
     config = replace(DecodeConfig.choose(spec, dtype, min(q_len * group, 8)), warps=warps)
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
@@ -62,6 +64,37 @@ def test_schedules(grid: int, warps: int) -> None:
     """Runs that begin and end anywhere: within a warp, a CTA, across several CTAs."""
     for lengths in ([2000], [640] * 3, RAGGED, [3] * 40, [0, 0], [1500, 10, 10]):
         check(T(2, 2, 64), lengths, 2, grid=grid, warps=warps)
+
+
+def test_scores_that_rise() -> None:
+    """Maxima are raised again and again, and partial results of many warps and CTAs differ in theirs."""
+    k = torch.randn(3000, 1, 64) * torch.linspace(0.1, 4, 3000)[:, None, None]
+    v = torch.randn(3000, 1, 64) * torch.logspace(-3, 3, 3000)[:, None, None]
+    for grid, warps in ((1, 2), (2, 12), (12, 2)):
+        check(T(2, 1, 64), [3000], 4, kv=([k], [v]), q_factor=4, grid=grid, warps=warps)
+    check(K(4, 1, 64), [3000], 4, kv=([k.bfloat16()], [v.bfloat16()]), q_factor=4, grid=12, warps=2)
+
+
+@pytest.mark.parametrize("spec", [T(2, 1, 64), T(2, 1, 64, group_size=32), K(4, 1, 64)], ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_query_that_is_not_finite_spoils_its_own_row(spec: foscar.CacheSpec, bad: float) -> None:
+    batch = make_batch(spec, [640], dtype=torch.bfloat16)
+    q = torch.randn(1, 1, 4, 64).bfloat16()
+    q[0, 0, 2, 7] = bad
+    config = replace(DecodeConfig.choose(spec, q.dtype, 4), warps=2)
+    out, lse = torch.zeros_like(q), torch.zeros(1, 1, 4)
+    cache = batch.cache
+    tensors = (q, cache.pages, cache.exact, cache.lengths, batch.block_table, batch.seq_lens, batch.seq_ids, None)
+    emulator.decode_attention(config, 3, *tensors, out, lse, 0.125, None, None)
+    assert out[0, 0, 2].isnan().all() and lse[0, 0, 2].isnan()
+    rest = [0, 1, 3]
+    want, _ = oracle(q[0][:, rest], *(x.repeat(1, 3, 1) for x in batch.dequantized()[0]))
+    assert relative_error(out[0][:, rest], want) <= BOUNDS[q.dtype]
+
+
+def test_caps_of_any_size() -> None:
+    for cap in (0.1, 30.0, 1e4, 1e9):
+        check(T(4, 1, 64), [200], 2, softcap=cap, q_factor=3)
 
 
 def test_many_sequences() -> None:

@@ -58,6 +58,7 @@ class _Arguments(ctypes.Structure):
 @dataclass
 class _Kernel:
     function: Any
+    library: Any  # that the function belongs to
     config: DecodeConfig
     grid: int
     launch: Any  # CUlaunchConfig, but for the stream
@@ -73,7 +74,8 @@ def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, device: int) -> _Ker
     config = DecodeConfig.choose(spec, dtype, rows)
     properties = torch.cuda.get_device_properties(device)
     arch = f"sm_{properties.major}{properties.minor}a"
-    kernel = ObjectCode.from_cubin(compile_cubin(config.source(), arch, config.name)).get_kernel("decode")
+    library = ObjectCode.from_cubin(compile_cubin(config.source(), arch, config.name))
+    kernel = library.get_kernel("decode")
     dynamic = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _check(driver.cuKernelSetAttribute(dynamic, config.shared_bytes, kernel.handle, device)[0])
     logger.debug("%s for %s: %s, %d warps, %d stages", config.name, spec, arch, config.warps, config.stages)
@@ -88,7 +90,7 @@ def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, device: int) -> _Ker
     launch.sharedMemBytes = config.shared_bytes
     launch.attrs, launch.numAttrs = [early], 1
     function = driver.CUfunction(int(kernel.handle))
-    return _Kernel(function, config, properties.multi_processor_count, launch, threading.Lock())
+    return _Kernel(function, (library, kernel), config, properties.multi_processor_count, launch, threading.Lock())
 
 
 def _row_block(q: torch.Tensor, spec: CacheSpec) -> tuple[int, int]:
@@ -100,7 +102,7 @@ def _row_block(q: torch.Tensor, spec: CacheSpec) -> tuple[int, int]:
 def launches(
     config: DecodeConfig,
     grid: int,
-    workspace: tuple[torch.Tensor, torch.Tensor],
+    workspace: tuple[int, int],
     q: torch.Tensor,
     pages: torch.Tensor,
     exact: torch.Tensor,
@@ -134,9 +136,9 @@ def launches(
                 exact.data_ptr(),
                 lengths.data_ptr(),
                 None if seq_ids is None else seq_ids.data_ptr(),
-                parts.data_ptr(),
-                parts.data_ptr() + 4 * grid * config.warps * config.part_floats,
-                arrivals.data_ptr(),
+                parts,
+                parts + 4 * grid * config.warps * config.part_floats,
+                arrivals,
                 (ctypes.c_int64 * 3)(*q.stride()[:3]),
                 (ctypes.c_int64 * 3)(*out.stride()[:3]),
                 (ctypes.c_int64 * 2)(*lse.stride()[:2]),
@@ -147,7 +149,7 @@ def launches(
                 heads_per_kv,
                 -(-(1 << 16) // group),
                 block_table.stride(0),
-                -1 if window_left is None else window_left,
+                -1 if window_left is None else min(window_left, _LONGEST_WINDOW),
                 spec.sink_tokens,
                 spec.ring_tokens,
                 sm_scale,
@@ -156,15 +158,17 @@ def launches(
 
 
 _GRAPHS = -1  # instead of a stream
-# Partial results and arrival counters by device and stream.
-_workspaces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+_LONGEST_WINDOW = 1 << 30  # more than any sequence has, and far from the ends of a 32-bit integer
+# Partial results and arrival counters, by device and stream.
+_workspaces: dict[tuple[int, int], tuple[int, int]] = {}
 
 
-def _workspace(device: int, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return room for any variant's partial results, and counters, which every launch leaves at zero.
+def _workspace(device: int, stream: int) -> tuple[int, int]:
+    """Return where there is room for any variant's partial results, and counters, which every launch leaves at zero.
 
     A graph must not allocate it: the counters would be zeroed when that graph is replayed, not when another one is.
-    So the first launch outside a graph allocates that of graphs, too.
+    So the first launch outside a graph allocates that of graphs, too. It is never freed, and not torch's: a pool of
+    torch's may be that of a graph.
     """
     if torch.cuda.is_current_stream_capturing():
         if (device, _GRAPHS) not in _workspaces:
@@ -173,13 +177,19 @@ def _workspace(device: int, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
     elif (device, stream) not in _workspaces:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         for owner in {(device, stream), (device, _GRAPHS)} - _workspaces.keys():
-            _workspaces[owner] = (
-                torch.empty(sms * SM_PART_FLOATS, device=device, dtype=torch.float32),
-                torch.zeros(sms * MAX_TILES, dtype=torch.int32, device=device),
-            )
-        # Graphs may run on any stream.
-        torch.cuda.current_stream(device).synchronize()
+            _workspaces[owner] = _zeros(4 * sms * SM_PART_FLOATS), _zeros(4 * sms * MAX_TILES)
     return _workspaces[device, stream]
+
+
+def _zeros(nbytes: int) -> int:
+    from cuda.bindings import driver
+
+    result, pointer = driver.cuMemAlloc(nbytes)
+    if int(result) != 0:
+        raise torch.OutOfMemoryError(f"{nbytes} bytes for the decode kernel's workspace: {result.name}")
+    _check(driver.cuMemsetD8(pointer, 0, nbytes)[0])
+    _check(driver.cuCtxSynchronize()[0])  # whatever stream is to use it
+    return int(pointer)
 
 
 def _check(result: Any) -> None:
@@ -211,7 +221,8 @@ def decode_attention(
     if batch == 0:
         return
     heads_at_once, tokens_at_once = _row_block(q, spec)
-    kernel = _kernel(spec, q.dtype, heads_at_once * tokens_at_once, device)
+    few = heads_at_once * tokens_at_once <= MAX_ROWS // 2
+    kernel = _kernel(spec, q.dtype, MAX_ROWS // 2 if few else MAX_ROWS, device)
     stream = torch.cuda.current_stream(device).cuda_stream
     aligned = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3]) and q.data_ptr() % 16 == 0
     units = max(block_table.shape[1], 1) + (spec.exact_tokens + 16) // 8

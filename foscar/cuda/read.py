@@ -32,7 +32,8 @@ def _function(device: int) -> Any:
 
     major, minor = torch.cuda.get_device_capability(device)
     cubin = compile_cubin(source(), f"sm_{major}{minor}", "read")
-    return driver.CUfunction(int(ObjectCode.from_cubin(cubin).get_kernel("read").handle))
+    kernel = ObjectCode.from_cubin(cubin).get_kernel("read")
+    return driver.CUfunction(int(kernel.handle)), kernel  # which keeps the function loaded
 
 
 def read(data: torch.Tensor, total: torch.Tensor, ctas: int) -> None:
@@ -57,7 +58,9 @@ def read(data: torch.Tensor, total: torch.Tensor, ctas: int) -> None:
     )
     parameters = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     stream = torch.cuda.current_stream(device).cuda_stream
-    function = _function(device)
-    (result,) = driver.cuLaunchKernel(function, ctas, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(parameters), 0)
+    with torch.cuda.device(device):
+        function, _ = _function(device)
+        grid, block = (ctas, 1, 1), (THREADS, 1, 1)
+        (result,) = driver.cuLaunchKernel(function, *grid, *block, 0, stream, ctypes.addressof(parameters), 0)
     if int(result) != 0:
         raise RuntimeError(f"CUDA driver: {result.name}")

@@ -1,4 +1,4 @@
-"""The decode kernel on a CPU: its own source, over another PTX layer (`ptx.cuh` beside this file), in a host compiler."""
+"""The decode kernel on a CPU: its own source, over the PTX layer beside this file, made by a host compiler."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def build(config: DecodeConfig, size: int) -> ctypes.CDLL:
             shutil.copy(header, folder)
         source = config.source().split('extern "C"')[0] + _ENTRY.replace("SIZE", str(size))
         (Path(folder) / "kernel.cc").write_text(source)
-        command = [COMPILER or "g++", "-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-I."]
-        subprocess.run([*command, "-shared", "kernel.cc", "-o", "kernel.so"], cwd=folder, check=True)
+        options = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-shared", "-I."]
+        subprocess.run([COMPILER or "g++", *options, "kernel.cc", "-o", "kernel.so"], cwd=folder, check=True)
         return ctypes.CDLL(str(Path(folder) / "kernel.so"))
 
 
@@ -43,7 +43,8 @@ def decode_attention(config: DecodeConfig, grid: int, *tensors_and_options: obje
     """Run a variant on `grid` multiprocessors; the other arguments are those of `foscar.cuda.decode.launches`."""
     parts = torch.full((grid * SM_PART_FLOATS,), torch.nan)
     arrivals = torch.zeros(grid * MAX_TILES, dtype=torch.int32)
-    for arguments in launches(config, grid, (parts, arrivals), *tensors_and_options):  # type: ignore[arg-type]
+    workspace = parts.data_ptr(), arrivals.data_ptr()
+    for arguments in launches(config, grid, workspace, *tensors_and_options):  # type: ignore[arg-type]
         library = build(config, ctypes.sizeof(arguments))
         library.run(ctypes.byref(arguments), grid)
         assert not arrivals.any(), "counters are zero between launches"

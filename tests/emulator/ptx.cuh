@@ -273,7 +273,7 @@ inline void load_matrices(uint32_t (&d)[4], uint32_t address, bool transposed) {
 inline void ldmatrix_x4(uint32_t (&d)[4], uint32_t address) { load_matrices(d, address, false); }
 inline void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t address) { load_matrices(d, address, true); }
 
-inline float ex2(float x) { return std::fabs(x) < 126.f || x > 0.f ? exp2f(x) : 0.f; }
+inline float ex2(float x) { return x < -126.f ? 0.f : exp2f(x); }
 inline float lg2(float x) { return log2f(x); }
 
 }  // namespace foscar

@@ -97,6 +97,7 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
         if (is_last) *arrivals = 0;  // for the next launch
       }
       if (!__shfl_sync(kAllLanes, is_last, 0)) continue;
+      __syncwarp();
       state = merge_parts(parts, o, [&](int i) -> Part { return {__ldcg(part(i)), __ldcg(part(i) + kLanes)}; });
     }
     Output<Config>(args, segment, state, columns, tile == 0 && g == 0).write(tile, g, o);
@@ -214,6 +215,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     }
   };
   for (unsigned i = 0; i < count;) {
+    __syncwarp();  // all have done with the last segment
     if (lane == 0) smem.begin[warp] = smem.first[warp] + i - smem.units[warp][i % kUnits].index;
     const QueryRuns<Config> runs(args, smem.units[warp][i % kUnits].segment);
     if (i == 0)

@@ -71,7 +71,7 @@ struct Output {
       float max = state.max[col], sum = state.sum[col];
       float lse = -CUDART_INF_F;
       factor[col] = sum == 0.f ? 0.f : __fdividef(1.f, sum);  // NaN stays NaN
-      if (sum > 0.f) {
+      if (sum != 0.f) {
         if (args.sinks) {
           const float sink = args.sinks[head] * kLog2e, raised = fmaxf(max, sink), keep = ex2(max - raised);
           sum = fmaf(sum, keep, ex2(sink - raised));

@@ -54,7 +54,7 @@ struct State {
       o[t][col] = function(o[t][col]), o[t][col + 2] = function(o[t][col + 2]);
   }
 
-  // Raises the maxima to where a lane's `top`, a maximum of scores less the present one, is at most 0. Returns by how
+  // Raises the maxima to where `top`, a lane's largest score less the present maximum, is at most kRaised. Returns by how
   // much.
   __device__ __forceinline__ float2 raise(float2 top) {
     float rise[2] = {top.x, top.y};
@@ -63,11 +63,13 @@ struct State {
 #pragma unroll
       for (int d = Config::kHalves ? 2 : 4; d < 32; d *= 2)
         rise[col] = fmaxf(rise[col], __shfl_xor_sync(kAllLanes, rise[col], d));
+      rise[col] -= kRaised;
       if (!is_fresh(col)) rise[col] = fmaxf(rise[col], 0.f);
       const bool seen = rise[col] > -CUDART_INF_F;
-      if (!seen) rise[col] = 0.f;
+      const float raised = seen ? max[col] + rise[col] + 0.f : max[col];  // not -0
+      rise[col] = raised - max[col];  // as rounded
       const float factor = ex2(fminf(-rise[col], 0.f));  // what is fresh is 0
-      if (seen) max[col] = max[col] + rise[col] + 0.f;  // not -0
+      max[col] = raised;
       map(col, [&](float x) { return x * factor; });
     }
     return {rise[0], rise[1]};
@@ -113,9 +115,11 @@ struct State {
 };
 
 __device__ __forceinline__ float soft_cap(const DecodeArguments& args, float score) {
-  // tanh(y) = 1 - 2 / (1 + e^2y): exact at both ends, where e^2y is 0 or infinite.
-  const float cap = args.softcap * kLog2e;
-  return cap * (1.f - __fdividef(2.f, 1.f + ex2(score * __fdividef(2.f * kLog2e, cap))));
+  const float cap = args.softcap * kLog2e, y = __fdividef(score, cap), square = y * y;
+  // tanh(y) = 1 - 2 / (1 + e^2y): exact at both ends, where e^2y is 0 or infinite. Where y is small, as far as the fifth
+  // power: a difference from 1 would lose it.
+  const float tanh = 1.f - __fdividef(2.f, 1.f + ex2(2.f * kLog2e * y));
+  return fabsf(y) < 0.05f ? score * fmaf(square, fmaf(square, 2.f / 15.f, -1.f / 3.f), 1.f) : cap * tanh;
 }
 
 // Whether the row in a column does not see a key, or the key is not one of [begin, end).

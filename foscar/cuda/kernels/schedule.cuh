@@ -51,6 +51,7 @@ __device__ __forceinline__ Visible visible_keys(const DecodeArguments& args, int
   visible.end = visible.length;
   if (Config::kExact && visible.length > 0) {
     const int seq_id = args.seq_ids ? args.seq_ids[b] : b;
+    visible.length = min(visible.length, args.lengths[2 * seq_id + 1]);  // no more than there are
     sinks = min(args.sink_tokens, visible.length);
     visible.end = max(min(args.lengths[2 * seq_id], visible.length), sinks);
   }

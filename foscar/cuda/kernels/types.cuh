@@ -12,7 +12,8 @@ namespace foscar {
 constexpr int kPageSize = 64;
 constexpr int kRows = 8;              // columns of an accumulator: the query rows of one KV head
 constexpr float kNoMax = -1e30f;      // below every score
-constexpr float kMostScaled = 16384.f;      // of p * v_scale as fp16 operand, before the maximum is raised
+// p * v_scale is a fp16 operand. Its largest value is 2^kRaised when the maximum is raised, and kMostScaled at most.
+constexpr float kRaised = 8.f, kMostRaised = 14.f, kMostScaled = 16384.f;
 constexpr float kLeastQuery = 1e-30f;       // of a row's largest magnitude, so that its inverse is finite
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kCodeUnit = 16777216.f;  // 2^24, the inverse of the smallest fp16 subnormal
