@@ -14,7 +14,7 @@ from helpers import Batch, all_specs, i32, make_batch, oracle, quant_specs, rela
 import foscar
 from foscar.cuda import decode as decode_kernel
 from foscar.cuda.compiler import compile_cubin
-from foscar.cuda.config import MAX_ROWS, DecodeConfig, unsupported
+from foscar.cuda.config import DecodeConfig, unsupported
 from foscar.layout import HEAD_DIMS
 from foscar.ops import backend
 
@@ -37,22 +37,24 @@ def query_dtypes(spec: foscar.CacheSpec) -> list[torch.dtype]:
     return [dtype for dtype in BOUNDS if unsupported(spec, dtype, (9, 0)) is None]
 
 
-def compile_all(specs: Iterable[foscar.CacheSpec]) -> None:
-    """Fill the cache of cubins, on all cores: one after the other they would take minutes."""
-    configs = [
-        DecodeConfig.choose(spec, dtype, rows)
-        for spec in specs
-        for dtype in query_dtypes(spec)
-        for rows in (MAX_ROWS // 2, MAX_ROWS)
-    ]
+def compile_all(calls: Iterable[tuple[foscar.CacheSpec, torch.dtype, int]]) -> None:
+    """Fill the cache of cubins, for specs, dtypes and rows, on all cores: in turn they would take minutes."""
+    configs = (DecodeConfig.choose(*call) for call in calls)
     jobs = dict.fromkeys((config.source(), "sm_90a", config.name) for config in configs)
     with multiprocessing.get_context("spawn").Pool() as pool:
         pool.starmap(compile_cubin, jobs, chunksize=1)
 
 
+def scheme_calls(spec: foscar.CacheSpec) -> list[tuple[foscar.CacheSpec, torch.dtype, int]]:
+    """One call for each way to share columns among rows, each of another dtype where both are served."""
+    dtypes = query_dtypes(spec)
+    return [(spec, dtypes[group % len(dtypes)], group) for group in (4, 7)]
+
+
 @pytest.fixture(scope="module")
 def compiled_schemes(gpu: torch.device) -> None:
-    compile_all(foscar.CacheSpec(k, v, 2, d, **windows) for d, k, v in SCHEMES for windows in WINDOWS)
+    specs = (foscar.CacheSpec(k, v, 2, d, **windows) for d, k, v in SCHEMES for windows in WINDOWS)
+    compile_all(call for spec in specs for call in scheme_calls(spec))
 
 
 def check(batch: Batch, q: torch.Tensor, **options: object) -> None:
@@ -88,10 +90,7 @@ def test_groups_and_query_tokens(windows: dict[str, int], q_len: int, group: int
 def test_schemes(
     head_dim: int, k: foscar.QuantSpec, v: foscar.QuantSpec, windows: dict[str, int], gpu: torch.device
 ) -> None:
-    spec = foscar.CacheSpec(k, v, 2, head_dim, **windows)
-    dtypes = query_dtypes(spec)
-    for group in (4, 7):
-        dtype = dtypes[group % len(dtypes)]
+    for spec, dtype, group in scheme_calls(foscar.CacheSpec(k, v, 2, head_dim, **windows)):
         batch = make_batch(spec, [0, 1, 65, 1000], gpu, dtype)
         q = torch.randn(4, 1, 2 * group, head_dim, device=gpu).to(dtype)
         check(batch, q)
@@ -127,7 +126,7 @@ def test_random_calls(gpu: torch.device) -> None:
         replace(spec, num_kv_heads=rng.choice([1, 2, 3, 8]), **rng.choice(WINDOWS))
         for spec in rng.sample(all_specs(1), 60)
     ]
-    compile_all(specs)
+    compile_all((spec, dtype, rows) for spec in specs for dtype in query_dtypes(spec) for rows in (4, 8))
     for _ in range(300):
         spec = rng.choice(specs)
         top = rng.choice([3, 70, 700, 6000])
