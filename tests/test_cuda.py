@@ -30,21 +30,47 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def expected_products(config: DecodeConfig) -> dict[str, int]:
-    """Matrix instructions of a page. Of K with 2 bits, a large one takes two runs, a small one a run that is alone."""
+    """Matrix instructions of a page."""
     k, v, head_dim = config.spec.k, config.spec.v, config.spec.head_dim
     runs, channel_wise = head_dim // 32, k.axis == "channel"
     group = runs if channel_wise else (k.group_size or head_dim) // 32
-    counts = dict.fromkeys(("HMMA.16816.F32", "HMMA.16816.F32.BF16", "HMMA.1688.F32", "HMMA.1688.F32.BF16"), 0)
-    kind = ".BF16" if channel_wise else ""
-    parts = 2 if channel_wise else 1
-    counts["HMMA.16816.F32" + kind] = 4 * parts * (2 * runs if k.bits == 4 else 4 * (runs // group) * (group // 2))
-    counts["HMMA.1688.F32" + kind] = 0 if k.bits == 4 else 4 * parts * 4 * (runs // group) * (group % 2)
-    if channel_wise:  # q times offset; a float16 is the sum of two bfloat16
-        counts["HMMA.1688.F32.BF16"] += 4 * runs * (1 if config.dtype == torch.bfloat16 else 2)
-    counts["HMMA.16816.F32"] += 4 * head_dim // 16
+    counts = {"HMMA.16816.F32": 4 * head_dim // 16}
     if v.axis == "channel":  # sums of p
         counts["HMMA.16816.F32"] += 4 * (8 // v.bits // 2)
+    if is_plain(k, head_dim):  # integers, in two digits; an odd run of 2 bits takes as much as two
+        steps = -(-runs * k.bits // 4) * (8 // k.bits) // 2
+        return counts | {"IMMA.16832.U8.S8": 4 * steps, "IMMA.16832.U8.U8": 4 * steps}
+    # Of K with 2 bits, a large one takes two runs, a small one a run that is alone.
+    kind, parts = (".BF16", 2) if channel_wise else ("", 1)
+    large, small = "HMMA.16816.F32" + kind, "HMMA.1688.F32" + kind
+    per_slice = 2 * runs if k.bits == 4 else 4 * (runs // group) * (group // 2)
+    counts[large] = counts.get(large, 0) + 4 * parts * per_slice
+    counts[small] = 0 if k.bits == 4 else 4 * parts * 4 * (runs // group) * (group % 2)
+    if channel_wise:  # q times offset, in each pass; a float16 is the sum of two bfloat16
+        counts[small] += 4 * runs * (1 if config.dtype == torch.bfloat16 else 2) * (1 if config.halves else 2)
     return {name: count for name, count in counts.items() if count}
+
+
+def is_plain(quant: foscar.QuantSpec, head_dim: int) -> bool:
+    return quant.axis == "token" and quant.group_size == head_dim
+
+
+def most_alu(config: DecodeConfig) -> float:
+    """What an element of K or V may take of the pipes that products do not use."""
+    k, v, head_dim = config.spec.k, config.spec.v, config.spec.head_dim
+    if not (is_plain(k, head_dim) and is_plain(v, head_dim)):
+        return 0.7 + (2 * 8 / (4 * PAGE_SIZE) if k.axis == "channel" else 0)  # folding scales and offsets, for a page
+    if not config.halves:
+        return 0.6 if k.bits == v.bits == 2 else 0.7
+    # What softmax takes is spread over fewer channels; of 96 channels in 2 bits, a lane's last word is used by half.
+    return 0.6 if k.bits == 4 or v.bits == 4 else 0.45 if head_dim >= 128 else 0.5
+
+
+def most_spilled(config: DecodeConfig) -> int:
+    """Bytes of a thread: eight groups of V and 256 channels take more registers than a thread can have."""
+    return (
+        112 if config.spec.head_dim == 256 and config.spec.v == foscar.QuantSpec(config.spec.v.bits, "token", 32) else 0
+    )
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -55,19 +81,18 @@ def test_what_the_compiler_makes_of_each_variant(config: DecodeConfig, arch: str
     except inspect.ToolMissingError as error:
         pytest.skip(str(error))
     assert report.registers * config.warps * 32 <= 65536
-    assert report.spill_bytes == 0
+    assert report.spill_bytes <= most_spilled(config)
     assert config.shared_bytes + 1024 <= 228 * 1024
     assert config.stages >= 2
-    # Only 16-bit products, as many as a page has operands, and no conversion beyond a mask or half a shift of a pair.
+    # As many products as a page has operands, and no conversion beyond a mask or a shift of a word's fields.
     assert report.opcodes == expected_products(config)
-    folding = 2 * 8 / (4 * PAGE_SIZE) if config.spec.k.axis == "channel" else 0  # of scales and offsets, for a page
-    assert report.alu_per_element <= 0.7 + folding
+    assert report.alu_per_element <= most_alu(config)
 
 
 def test_16_bit_variants_differ_in_their_type_alone() -> None:
     spec = foscar.CacheSpec.token_wise(2, 8, 128)
     sources = [DecodeConfig.choose(spec, dtype, 4).source() for dtype in (torch.bfloat16, torch.float16)]
-    assert sources[0].replace("__nv_bfloat16", "__half") == sources[1]
+    assert sources[0].replace("__nv_bfloat16", "__half").replace("kBf16 = true", "kBf16 = false") == sources[1]
     for source in sources:
         assert compile_cubin(source, "sm_90a", "decode")
 
@@ -96,7 +121,7 @@ def test_kernels_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.exit_code == 0 and "decode_k2t128_v2t128_d128_r4_bf16" in result.stdout
     (report,) = json.loads(output.read_text())
     assert {"name", "arch", "k", "v", "head_dim", "registers", "spill_bytes", "shared_bytes"} <= set(report)
-    assert report["alu_per_element"] < 0.6 and report["opcodes"] == {"HMMA.16816.F32": 64}
+    assert report["alu_per_element"] < 0.6 and "IMMA.16832.U8.S8" in report["opcodes"]
     bad = CliRunner().invoke(app, ["kernels", "--arch", "sm_80"], env={"COLUMNS": "200"})
     assert bad.exit_code == 1 and "decode_k2t128_v2t128_d128_r4_bf16 for sm_80" in bad.stdout
     monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda name: None)
@@ -111,8 +136,13 @@ def test_what_kernels_do_not_serve() -> None:
     assert unsupported(token_wise, torch.bfloat16, hopper) is None
     assert "compute capability" in str(unsupported(token_wise, torch.bfloat16, (8, 0)))
     assert "float32" in str(unsupported(token_wise, torch.float32, hopper))
-    grouped = foscar.CacheSpec.token_wise(2, 8, 128, group_size=32)
-    assert unsupported(grouped, torch.bfloat16, hopper) is None
+    for spec in (
+        foscar.CacheSpec.token_wise(2, 8, 128, group_size=32),
+        foscar.CacheSpec.token_wise(4, 8, 256, sink_tokens=5, recent_tokens=20),
+        foscar.CacheSpec.kivi(2, 8, 128, sink_tokens=64, recent_tokens=128),
+    ):
+        assert unsupported(spec, torch.float16, hopper) is None
+    assert "registers" in str(unsupported(foscar.CacheSpec.kivi(2, 8, 256), torch.float16, hopper))
 
 
 SOURCE = 'extern "C" __global__ void f(int* x) { *x = 1; }\n'

@@ -29,14 +29,28 @@ def _groups(quant: QuantSpec, head_dim: int) -> int:
 def _warps(spec: CacheSpec, dtype: torch.dtype, halves: bool) -> int:
     """Warps of a CTA: 16, 12 or 8, with 128, 168 or 255 registers for a thread.
 
-    Which of them a variant needs not to spill was found by compiling all (`foscar kernels --all`).
+    The most that take no spills, but for a few rare mixes: a simple rule gives them less. What each variant takes was
+    found by compiling all of them (`foscar kernels --all`).
     """
-    k, v = spec.k, spec.v
-    if spec.head_dim == 256:
+    k, v, head_dim, exact = spec.k, spec.v, spec.head_dim, spec.exact_tokens > 0
+    k_groups, v_groups = _groups(k, head_dim), _groups(v, head_dim)
+    v_plain = v.axis == "token" and v_groups == 1
+    if head_dim == 256:
         return 8
-    if spec.block_wise or max(_groups(k, spec.head_dim), _groups(v, spec.head_dim)) > 1:
-        return 8
-    return 12 if spec.head_dim == 128 and (k.bits == 4 or (v.bits == 4 and spec.exact_tokens)) else 16
+    if k.axis == "channel":  # the operand is made for each page, of a float16 query in two parts
+        lean = halves or dtype == torch.bfloat16
+        if head_dim == 128:
+            return 8
+        if head_dim == 96:
+            return 12 if lean or v_plain else 8
+        return 16 if halves or (lean and v.axis == "token") else 12
+    if head_dim < 128:
+        return 16 if v_plain or (head_dim == 64 and k_groups == v_groups == 2) else 12
+    if k.bits == 4:
+        return 8 if k_groups == 4 and halves and (exact or v.axis == "channel") else 12
+    if v_plain:
+        return 12 if v.bits == 4 and exact else 16
+    return 16 if v_groups == 2 and halves and exact else 12
 
 
 @dataclass(frozen=True)

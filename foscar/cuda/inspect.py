@@ -52,7 +52,7 @@ class KernelReport:
     alu_per_element : float
         Instructions that turn codes into operands, for each element of K and V.
     opcodes : dict
-        Tensor-core instructions of a page, and how many.
+        Tensor-core instructions of a page, and how many; those of exact tokens are not counted.
     """
 
     name: str
@@ -75,7 +75,7 @@ class KernelReport:
 def shipped_variants() -> Iterator[DecodeConfig]:
     """Yield every variant that `DecodeConfig.choose` can pick.
 
-    Those for fp16 are left out unless K is channel-wise: they differ only in load and store.
+    Those for fp16 are left out unless K is channel-wise: they differ only in load, store and exact tokens.
     """
     for head_dim in HEAD_DIMS:
         for k in _quantizers(head_dim):
@@ -126,16 +126,18 @@ def inspect(config: DecodeConfig, arch: str) -> KernelReport:
         cubin = Path(folder) / f"{config.name}.cubin"
         cubin.write_bytes(compile_cubin(config.source(), arch, config.name))
         usage = _run("cuobjdump", "--dump-resource-usage", cubin)
-        sass = _run("nvdisasm", "-c", cubin).splitlines()
+        sass = _run("nvdisasm", "-c", cubin)
     registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
-    products = [i for i, line in enumerate(sass) if _TENSOR.search(line)]
+    # Blocks of code that is entered at their labels. Exact tokens, not a page's, come by matrix loads.
+    blocks = [block.splitlines() for block in re.split(r"^\.L_x_\d+:", sass, flags=re.M) if "LDSM" not in block]
+    first = next(i for i, block in enumerate(blocks) if any(map(_TENSOR.search, block)))
+    lines = [line for block in blocks[first:] for line in block]  # a loop over a page's passes, or the whole page
+    products = [i for i, line in enumerate(lines) if _TENSOR.search(line)]
     opcodes: dict[str, int] = {}
     for i in products:
-        name = _TENSOR.findall(sass[i])[0]
+        name = _TENSOR.findall(lines[i])[0]
         opcodes[name] = opcodes.get(name, 0) + 1
-    # From a little before the first product: a loop over a page's passes of tokens, or the whole page.
-    loop = sass[products[0] - 40 : products[-1] + 1]
-    operations = sum(bool(_UNPACK.search(line) or _CONVERT.search(line)) for line in loop)
+    operations = sum(bool(_UNPACK.search(line) or _CONVERT.search(line)) for line in lines[: products[-1] + 1])
     passes = 1 if config.halves else 2
     elements = 2 * PAGE_SIZE * config.spec.head_dim // 32 // passes  # of a lane
     return KernelReport(
