@@ -165,6 +165,17 @@ HARD_SPECS = [
     foscar.CacheSpec(foscar.QuantSpec(4), foscar.QuantSpec(2, "channel"), 1, 128),
 ]
 
+HARD_INPUTS = [
+    "random",
+    "one dominating token",
+    "v scales from 1e-4 to 1e3",
+    "v offsets 1000 times the range",
+    "k offsets 1000 times the range",
+    "k channels 100 times the others",
+    "k scales from 1e-6 to 1e6",
+    "only a low-scale channel differs",
+]
+
 
 def hard_inputs(name: str, k_axis: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     length = 1000
@@ -196,19 +207,7 @@ def hard_inputs(name: str, k_axis: str) -> tuple[torch.Tensor, torch.Tensor, tor
 
 @pytest.mark.parametrize("spec", HARD_SPECS, ids=str)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "random",
-        "one dominating token",
-        "v scales from 1e-4 to 1e3",
-        "v offsets 1000 times the range",
-        "k offsets 1000 times the range",
-        "k channels 100 times the others",
-        "k scales from 1e-6 to 1e6",
-        "only a low-scale channel differs",
-    ],
-)
+@pytest.mark.parametrize("name", HARD_INPUTS)
 def test_hard_inputs(name: str, dtype: torch.dtype, spec: foscar.CacheSpec, device: torch.device) -> None:
     q, k, v = (x.to(device) for x in hard_inputs(name, spec.k.axis))
     # Values beyond float16 are stored, too: the cache takes what the model gives, here float32.

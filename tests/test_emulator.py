@@ -8,6 +8,7 @@ import emulator
 import pytest
 import torch
 from helpers import make_batch, oracle, relative_error
+from test_attention import HARD_INPUTS, HARD_SPECS, hard_inputs
 
 import foscar
 from foscar.cuda.config import DecodeConfig
@@ -90,6 +91,25 @@ def test_a_query_that_is_not_finite_spoils_its_own_row(spec: foscar.CacheSpec, b
     rest = [0, 1, 3]
     want, _ = oracle(q[0][:, rest], *(x.repeat(1, 3, 1) for x in batch.dequantized()[0]))
     assert relative_error(out[0][:, rest], want) <= BOUNDS[q.dtype]
+
+
+@pytest.mark.parametrize("spec", HARD_SPECS, ids=str)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_hard_inputs(spec: foscar.CacheSpec, dtype: torch.dtype) -> None:
+    errors = {}
+    for name in HARD_INPUTS:
+        torch.manual_seed(0)
+        q, k, v = (x[:960] for x in hard_inputs(name, spec.k.axis))  # whole blocks: nothing exact
+        batch = make_batch(spec, [len(k)], dtype=torch.float32, kv=([k], [v]))
+        cache = batch.cache
+        q = q.to(dtype)[None]
+        out, lse = torch.full_like(q, torch.nan), torch.zeros(1, 1, 8)
+        config = replace(DecodeConfig.choose(spec, dtype, 8), warps=4)
+        exact = cache.exact.to(dtype)
+        tensors = (q, cache.pages, exact, cache.lengths, batch.block_table, batch.seq_lens, batch.seq_ids, None)
+        emulator.decode_attention(config, 3, *tensors, out, lse, 128**-0.5, None, None)
+        errors[name] = relative_error(out[0], oracle(q[0], *batch.dequantized()[0])[0])
+    assert max(errors.values()) <= BOUNDS[dtype], errors
 
 
 def test_caps_of_any_size() -> None:

@@ -19,7 +19,7 @@ from foscar.layout import HEAD_DIMS, PAGE_SIZE, CacheSpec, QuantSpec
 
 # Fields of the halves or bytes of a word, and shifts that bring others down.
 _MASKS = r"0x(?:30003|c000c|300030|c000c0|3f003f|f000f|f000f0|ff00ff|3030303|c0c0c0c|f0f0f0f)\b"
-_UNPACK = re.compile(rf"\b(?:LOP3\.LUT.*{_MASKS}|SHF\.R\.U32\.HI R\d+, RZ, 0x[48],)")
+_UNPACK = re.compile(rf"\b(?:LOP3\.LUT.*{_MASKS}|SHF\.R\.U32\.HI R\d+, RZ, 0x[2468],)")
 # Other ways to turn codes into operands, and what of softmax looks like one.
 _CONVERT = re.compile(r"\b(?:PRMT|I2F\w*|I2FP\S*|F2F\w*|SGXT|BFE|HADD2\.F32)\b")
 _TENSOR = re.compile(r"\b((?:H|I|Q|HG|IG|QG)MMA\.[\w.]+)")

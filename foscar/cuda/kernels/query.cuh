@@ -32,16 +32,17 @@ __device__ __forceinline__ void load_words(uint32_t (&words)[N], const uint8_t* 
   }
 }
 
-// K's codes as unsigned bytes: operand n is field n of all four bytes of a word, times weight(n).
-template <int kBits>
+// K's codes as unsigned bytes: operand n is field n of all four bytes of a word, times weight(n). A weight takes bits from
+// the integers that it is multiplied by, and spares a shift.
+template <int kBits, bool kWeights>
 struct KCodes {
   static constexpr int kOperands = 8 / kBits;
   static constexpr uint32_t kMask = kBits == 2 ? 0x03030303u : 0x0f0f0f0fu;
+  static __device__ __forceinline__ constexpr int unshifted(int n) { return kWeights && kBits == 2 ? n % 2 * 2 : 0; }  // bits
   static __device__ __forceinline__ uint32_t operand(uint32_t word, int n) {
-    if (kBits == 4) return (n ? word >> 4 : word) & kMask;
-    return (n / 2 ? word >> 4 : word) & (kMask << (n % 2 * 2));
+    return word >> (kBits * n - unshifted(n)) & (kMask << unshifted(n));
   }
-  static __device__ __forceinline__ constexpr int weight(int n) { return kBits == 2 && n % 2 ? 4 : 1; }
+  static __device__ __forceinline__ constexpr int weight(int n) { return 1 << unshifted(n); }
 };
 
 template <typename Pair>
@@ -86,7 +87,7 @@ struct KBlock {
   // columns 4 to 7 those of the low ones.
   template <typename Query>
   __device__ __forceinline__ void multiply(int (&product)[4], const Query& query) const {
-    using Integers = KCodes<Config::kKBits>;
+    using Integers = typename Query::Codes;
     int high[4] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) product[i] = query.rounding[i % 2];
@@ -294,7 +295,9 @@ __device__ __forceinline__ uint32_t gather_bytes(const uint32_t (&words)[4]) {
 // kHalves, the high ones in columns 0 to 3 and the low ones in columns 4 to 7.
 template <typename Config>
 struct Query<Config, false, true> {
-  static constexpr int kSteps = Shape<Config>::kRowWords * KCodes<Config::kKBits>::kOperands / 2;
+  // A float16 output is held to a finer bound.
+  using Codes = KCodes<Config::kKBits, Config::kBf16>;
+  static constexpr int kSteps = Shape<Config>::kRowWords * Codes::kOperands / 2;
   uint32_t digits[Config::kHalves ? 1 : 2][kSteps][2];
   // Of columns 2c and 2c + 1, for low digits: what rounding took from the integers, times the mean code.
   int rounding[2];
@@ -302,7 +305,6 @@ struct Query<Config, false, true> {
 
   __device__ __forceinline__ Query(const DecodeArguments& args, const QueryRuns<Config>& x) {
     using S = Shape<Config>;
-    using K = KCodes<Config::kKBits>;
     const int c = threadIdx.x % 4;
     const bool is_low = threadIdx.x % 32 >= 16;  // of this lane's column
     float sums[8] = {}, tops[8] = {};
@@ -317,14 +319,17 @@ struct Query<Config, false, true> {
     float top = fmaxf(tops[0], kLeastQuery);
 #pragma unroll
     for (int d = 1; d < 4; d *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
-    const float scale = (127 * 256 + 127) / top;
+    // A power of two, so that the larger ones of bfloat16 or float16 values are integers as they are; below 2^15, with room
+    // for the digits' rounding.
+    const int exponent = static_cast<int>(__float_as_uint(top * 1.004f) >> 23) - 127;
+    const float scale = power_of_two(14 - exponent);
 
     // Adding 1.5 * 2^23 rounds to an integer, whose two's complement is in the low bits then.
     constexpr float kMagic = 12582912.f;
     float residual = 0.f;
 #pragma unroll
     for (int n = 0; n < 2 * kSteps; ++n) {  // operands of all words
-      const int word = n / K::kOperands, field = n % K::kOperands, weight = K::weight(field);
+      const int word = n / Codes::kOperands, field = n % Codes::kOperands, weight = Codes::weight(field);
       uint32_t low_bits[4], high_bits[4];
 #pragma unroll
       for (int byte = 0; byte < 4; ++byte) {
