@@ -37,8 +37,7 @@ def expected_products(config: DecodeConfig) -> dict[str, int]:
     counts = {"HMMA.16816.F32": 4 * head_dim // 16}
     if v.axis == "channel":  # sums of p
         counts["HMMA.16816.F32"] += 4 * (8 // v.bits // 2)
-    # Integers, in two digits: halves of the columns, or one after the other. An odd run of 2 bits takes as much as two.
-    if is_plain(k, head_dim):
+    if is_plain(k, head_dim):  # integers of two digits, which halves share; an odd run of 2 bits takes as much as two
         steps = -(-runs * k.bits // 4) * (8 // k.bits) // 2
         return counts | {"IMMA.16832.U8.S8": 4 * steps * (1 if config.halves else 2)}
     # Of K with 2 bits, a large one takes two runs, a small one a run that is alone.

@@ -44,12 +44,14 @@ def _warps(spec: CacheSpec, dtype: torch.dtype, halves: bool) -> int:
         if head_dim == 96:
             return 12 if lean or v_plain else 8
         return 16 if halves or (lean and v.axis == "token") else 12
-    if head_dim < 128:
-        return 16 if v_plain or (head_dim == 64 and k_groups == v_groups == 2) else 12
+    if head_dim == 96:
+        return 16 if v_plain and not (k.bits == 4 and k_groups == 3 and exact and not halves) else 12
+    if head_dim == 64:
+        return 16 if v_plain or k_groups == v_groups == 2 else 12
+    if v_plain and (k_groups == 1 or k.bits == 2):
+        return 12 if exact and 4 in (k.bits, v.bits) else 16
     if k.bits == 4:
         return 8 if k_groups == 4 and halves and (exact or v.axis == "channel") else 12
-    if v_plain:
-        return 12 if v.bits == 4 and exact else 16
     return 16 if v_groups == 2 and halves and exact else 12
 
 

@@ -81,8 +81,9 @@ def shipped_variants() -> Iterator[DecodeConfig]:
         for k in _quantizers(head_dim):
             for v in _quantizers(head_dim):
                 for dtype in _dtypes(k, head_dim):
-                    for window in (0, 64):
-                        spec = CacheSpec(k, v, 8, head_dim, sink_tokens=window)
+                    # A block that is being filled is exact, too.
+                    for sinks in (64,) if "channel" in (k.axis, v.axis) else (0, 64):
+                        spec = CacheSpec(k, v, 8, head_dim, sink_tokens=sinks)
                         shapes = (DecodeConfig.choose(spec, dtype, rows) for rows in (MAX_ROWS // 2, MAX_ROWS))
                         yield from dict.fromkeys(shapes)
 
