@@ -314,58 +314,64 @@ __device__ __forceinline__ void attend_pass(const DecodeArguments& args, const u
   }
 
   if constexpr (kShortOfRegisters<Config>) asm volatile("" ::: "memory");  // do not load any earlier
-  uint32_t words[Config::kVGroups][kTokens];
-  if constexpr (!Config::kVChannelWise) {
-#pragma unroll
-    for (int j = 0; j < Config::kVGroups; ++j)
-      load_words(words[j], record + Config::kVParams + j * 256 + g * 32 + first * 4);
+  auto load_params = [&](uint32_t (&words)[kTokens], int group) {
+    load_words(words, record + Config::kVParams + group * 256 + g * 32 + first * 4);
     if (masked) {
       const Visible visible = visible_keys<Config>(args, unit.segment / Config::kKVHeads);
 #pragma unroll
-      for (int i = 0; i < kTokens; ++i) {
-        const int key = first_key + 8 * i;
-#pragma unroll
-        for (int j = 0; j < Config::kVGroups; ++j)
-          if (key < visible.begin || key >= visible.end) words[j][i] = 0;
-      }
+      for (int i = 0; i < kTokens; ++i)
+        if (first_key + 8 * i < visible.begin || first_key + 8 * i >= visible.end) words[i] = 0;
     }
-  }
+  };
   // The sums of p and of p * v_offset, and p * v_scale, whose maximum is kept within fp16's range: raised when it must be.
   float sum[2], offset[Config::kVGroups][2];
   __half2 scaled[Config::kVGroups][kTokens];
   auto exponentiate = [&] {
     __half2 top = __float2half2_rn(0.f);
+    float p[kTokens][2];
 #pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-      const float p[2] = {ex2(s[i][0]), ex2(s[i][1])};
+    for (int i = 0; i < kTokens; ++i)
 #pragma unroll
-      for (int col = 0; col < 2; ++col) sum[col] = i ? sum[col] + p[col] : p[col];
+      for (int col = 0; col < 2; ++col) {
+        p[i][col] = ex2(s[i][col]);
+        sum[col] = i ? sum[col] + p[i][col] : p[i][col];
+      }
 #pragma unroll
-      for (int j = 0; j < Config::kVGroups; ++j) {
+    for (int j = 0; j < Config::kVGroups; ++j) {
+      uint32_t words[kTokens];
+      if constexpr (!Config::kVChannelWise) load_params(words, j);
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
         float scale = 1.f;
         if constexpr (!Config::kVChannelWise) {
-          scale = __uint_as_float(words[j][i]);
+          scale = __uint_as_float(words[i]);
 #pragma unroll
           for (int col = 0; col < 2; ++col)
-            offset[j][col] = fmaf(p[col], __uint_as_float(words[j][i] << 16), i ? offset[j][col] : 0.f);
+            offset[j][col] = fmaf(p[i][col], __uint_as_float(words[i] << 16), i ? offset[j][col] : 0.f);
         }
-        scaled[j][i] = __floats2half2_rn(p[0] * scale, p[1] * scale);
+        scaled[j][i] = __floats2half2_rn(p[i][0] * scale, p[i][1] * scale);
         top = __hmax2(top, __habs2(scaled[j][i]));
       }
     }
     return !__hble2(top, __float2half2_rn(kMostScaled));
   };
   if (__any_sync(kAllLanes, exponentiate() || state.any_fresh())) {
+    float scales[kTokens];
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) scales[i] = Config::kVChannelWise ? 1.f : 0.f;
+    if constexpr (!Config::kVChannelWise) {
+#pragma unroll
+      for (int j = 0; j < Config::kVGroups; ++j) {
+        uint32_t words[kTokens];
+        load_params(words, j);
+#pragma unroll
+        for (int i = 0; i < kTokens; ++i) scales[i] = fmaxf(scales[i], fabsf(__uint_as_float(words[i])));
+      }
+    }
     float2 top = {-CUDART_INF_F, -CUDART_INF_F};
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
-      float weight = 0.f;
-      if constexpr (!Config::kVChannelWise) {
-        float scale = 0.f;
-#pragma unroll
-        for (int j = 0; j < Config::kVGroups; ++j) scale = fmaxf(scale, fabsf(__uint_as_float(words[j][i])));
-        weight = lg2(scale);
-      }
+      const float weight = lg2(scales[i]);
       top.x = fmaxf(top.x, s[i][0] + weight), top.y = fmaxf(top.y, s[i][1] + weight);
     }
     const float2 rise = state.raise(top);
