@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,8 @@ def _decode_attention_cuda(
         from foscar.cuda import decode
 
         attend = decode.decode_attention
+        if os.environ.get("FOSCAR_DEBUG") == "1" and not torch.cuda.is_current_stream_capturing():
+            attention.read_tables(pages, lengths, block_table, seq_lens, seq_ids, spec, q.shape[1], options[-1])
     with torch.cuda.device(q.device):
         attend(q, pages, exact, lengths, block_table, seq_lens, seq_ids, sinks, out, lse, spec, *options)
 

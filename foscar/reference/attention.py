@@ -64,10 +64,7 @@ def decode_attention(
     Arguments are those of `foscar.decode_attention`, its 3-D query unsqueezed, and the tensors of a cache.
     """
     q_len, group = q.shape[1], q.shape[2] // spec.num_kv_heads
-    states = read_states(spec, lengths, seq_lens, seq_ids)
-    first_visible = [0 if window_left is None else max(s.length - q_len - window_left, 0) for s in states]
-    visible = [range(max(s.paged.start, first), s.paged.stop) for s, first in zip(states, first_visible, strict=True)]
-    page_rows = read_block_table(pages, block_table, visible)
+    states, visible, page_rows = read_tables(pages, lengths, block_table, seq_lens, seq_ids, spec, q_len, window_left)
     layout = record_layout(spec, pages.device)
     for b, (state, positions, page_ids) in enumerate(zip(states, visible, page_rows, strict=True)):
         rows = q[b].float().unflatten(1, (spec.num_kv_heads, group)).transpose(0, 1).flatten(1, 2)
@@ -87,6 +84,23 @@ def decode_attention(
         if sinks is not None:
             row_out, row_lse = _add_sinks(row_out, row_lse, sinks.float())
         out[b], lse[b] = row_out.to(out.dtype), row_lse
+
+
+def read_tables(
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_ids: torch.Tensor | None,
+    spec: CacheSpec,
+    q_len: int,
+    window_left: int | None,
+) -> tuple[list[SequenceState], list[range], list[list[int]]]:
+    """Fetch where sequences' tokens are, which of those in pages can be seen, and the pages; check all values."""
+    states = read_states(spec, lengths, seq_lens, seq_ids)
+    first = [0 if window_left is None else max(s.length - q_len - window_left, 0) for s in states]
+    visible = [range(max(s.paged.start, f), s.paged.stop) for s, f in zip(states, first, strict=True)]
+    return states, visible, read_block_table(pages, block_table, visible)
 
 
 def _attend_exact(query: _Query, tokens: torch.Tensor, positions: range) -> tuple[torch.Tensor, torch.Tensor]:
