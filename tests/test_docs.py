@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import foscar
+from foscar.bench.results import goals, read_csv
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
@@ -50,6 +51,15 @@ def test_readme_figures_come_from_the_file() -> None:
     for r in json.loads((ROOT / "docs" / "data" / "demo.json").read_text())["recipes"]:
         sizes = f"{r['bits_per_element']:.2f} | {r['compression']:.2f}x"
         assert f"| {r['name']} | {sizes} | {r['output_error']:.4f} | {r['top_mass_kept']:.1%} |" in text
+
+
+def test_readme_speeds_come_from_the_file() -> None:
+    text = (ROOT / "README.md").read_text()
+    found = {goal.name: goal for goal in goals(read_csv(ROOT / "benchmarks" / "data" / "h200_headline.csv"))}
+    for bits in (2, 4):
+        peers = [found[f"INT{bits} over {peer}, geometric mean"] for peer in ("FlashInfer BF16", "TensorRT-LLM FP8")]
+        assert [goal.points for goal in peers] == [30, 30] and "over 30 shapes" in text
+        assert f"| INT{bits} token-wise | {peers[0].measured:.2f}x | {peers[1].measured:.2f}x |" in text
 
 
 def test_numerics_figures_come_from_the_file() -> None:
