@@ -17,7 +17,9 @@ struct __nv_bfloat16 {
   }
   operator float() const { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
 };
-struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__nv_bfloat16(x), __nv_bfloat16(y)}; }
 inline float __low2float(__nv_bfloat162 a) { return a.x; }
 inline float __high2float(__nv_bfloat162 a) { return a.y; }

@@ -17,10 +17,18 @@ using std::max;
 using std::min;
 inline unsigned min(unsigned a, int b) { return std::min(a, static_cast<unsigned>(b)); }
 
-struct uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
+struct uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 
 template <typename To, typename From>
 To bit_cast(From from) {
@@ -34,7 +42,10 @@ inline unsigned __float_as_uint(float x) { return bit_cast<unsigned>(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-template <typename T> T __ldcg(const T* pointer) { return *pointer; }
+template <typename T>
+T __ldcg(const T* pointer) {
+  return *pointer;
+}
 
 // The device's division is off by up to two units in the last place, here by one or the other.
 inline float __fdividef(float a, float b) {
@@ -56,7 +67,9 @@ struct __half {
   explicit __half(float x) : value(x) {}
   operator float() const { return value; }
 };
-struct __half2 { __half x, y; };
+struct __half2 {
+  __half x, y;
+};
 inline __half2 __floats2half2_rn(float x, float y) { return {__half(x), __half(y)}; }
 inline __half2 __float2half2_rn(float x) { return {__half(x), __half(x)}; }
 inline __half2 __habs2(__half2 a) { return __floats2half2_rn(std::fabs(float(a.x)), std::fabs(float(a.y))); }

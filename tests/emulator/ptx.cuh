@@ -14,14 +14,18 @@
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 
-struct Index { unsigned x; };
+struct Index {
+  unsigned x;
+};
 inline Index threadIdx, blockIdx, gridDim;
 
 namespace emulator {
 
 constexpr int kWarp = 32, kStackBytes = 128 << 10, kMaxWords = 6;
 
-struct Words { unsigned word[kMaxWords]; };
+struct Words {
+  unsigned word[kMaxWords];
+};
 
 // A meeting of fibers. Two sets of words alternate: nobody is more than one meeting ahead.
 struct Meeting {
@@ -104,7 +108,14 @@ inline void launch(int grid, int threads, uint8_t* shared, size_t shared_bytes, 
       fiber.context.uc_stack.ss_sp = fiber.stack.get();
       fiber.context.uc_stack.ss_size = kStackBytes;
       fiber.context.uc_link = &scheduler;
-      makecontext(&fiber.context, +[] { (*body)(); fibers[threadIdx.x].done = true; progress = true; }, 0);
+      makecontext(
+          &fiber.context,
+          +[] {
+            (*body)();
+            fibers[threadIdx.x].done = true;
+            progress = true;
+          },
+          0);
     }
     for (int left = threads; left > 0;) {
       progress = false;
@@ -115,7 +126,8 @@ inline void launch(int grid, int threads, uint8_t* shared, size_t shared_bytes, 
         left += !fibers[threadIdx.x].done;
       }
       if (left > 0 && !progress) {
-        threadIdx.x = std::find_if(fibers.begin(), fibers.end(), [](const Fiber& f) { return !f.done; }) - fibers.begin();
+        threadIdx.x =
+            std::find_if(fibers.begin(), fibers.end(), [](const Fiber& f) { return !f.done; }) - fibers.begin();
         fail("deadlock, waiting for", fibers[threadIdx.x].waits_for);
       }
     }
@@ -159,7 +171,8 @@ alignas(128) inline uint8_t memory[227 << 10];  // shared memory
 
 inline uint32_t smem_address(const void* pointer) {
   const auto offset = static_cast<const uint8_t*>(pointer) - memory;
-  if (offset < 0 || offset >= static_cast<int64_t>(sizeof memory)) emulator::fail("outside of shared memory", "address");
+  if (offset < 0 || offset >= static_cast<int64_t>(sizeof memory))
+    emulator::fail("outside of shared memory", "address");
   return static_cast<uint32_t>(offset);
 }
 
@@ -189,7 +202,8 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   });
 }
 inline void cp_async_bulk(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
-  if (destination % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(source) % 16) emulator::fail("not aligned", "bulk copy");
+  if (destination % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(source) % 16)
+    emulator::fail("not aligned", "bulk copy");
   std::memset(memory + destination, 0xff, bytes);
   emulator::barriers.at(barrier).copies.push_back([=] {
     std::memcpy(memory + destination, source, bytes);
@@ -218,7 +232,8 @@ float element(uint32_t word, int half) {
   return bit_cast<_Float16>(bits);
 }
 
-// D += A B for A of 16 rows, words 0 to 3 of a lane, and B of 8 columns, words 4 and 5; k is cut into words of kPerWord.
+// D += A B for A of 16 rows, words 0 to 3 of a lane, and B of 8 columns, words 4 and 5; k is cut into words of
+// kPerWord.
 template <typename T, int kWords, int kPerWord, typename Get>
 void multiply(const char* name, T (&d)[4], const emulator::Words& own, Get get) {
   const auto* words = emulator::meet_warp(name, own);

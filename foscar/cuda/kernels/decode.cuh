@@ -1,16 +1,16 @@
 // Decode attention over packed pages for up to 8 query rows of a KV head.
 //
 // Work. Every warp is a worker of its own: it takes an equal run of units (schedule.cuh), keeps its own ring of stages
-// filled by bulk copies, and meets no barrier until it is done. A run may begin or end inside a segment: what a warp has
-// of such a one is a partial result. Those of a CTA are merged through shared memory; what reaches beyond the CTA goes
-// through global memory to the CTA that arrives last, tile by tile, each warp on its own.
+// filled by bulk copies, and meets no barrier until it is done. A run may begin or end inside a segment: what a warp
+// has of such a one is a partial result. Those of a CTA are merged through shared memory; what reaches beyond the CTA
+// goes through global memory to the CTA that arrives last, tile by tile, each warp on its own.
 //
 // Products. Codes enter the tensor cores as they lie: a 2-bit or 4-bit field of a 16-bit half is the fp16 subnormal
 // code * 2^-24, times the field's weight. Both products are transposed, S^T = K q^T and O^T = V^T P^T, so that the
 // packed operand is always A. Scale and offset are folded into scores and probabilities (docs/numerics.md).
 //
-// Halves. With at most 4 rows, columns 4 to 7 of an accumulator would be idle. In the first product they repeat the rows
-// instead, and each half of the columns does the softmax of half of a page's tokens.
+// Halves. With at most 4 rows, columns 4 to 7 of an accumulator would be idle. In the first product they repeat the
+// rows instead, and each half of the columns does the softmax of half of a page's tokens.
 #pragma once
 
 #include "exact.cuh"
@@ -28,7 +28,7 @@ struct alignas(128) SharedMemory {
   Unit units[Config::kWarps][kUnits];
   Cursor<Config> cursors[Config::kWarps];
   int first[Config::kWarps], begin[Config::kWarps];  // units: first of a warp's, and of the segment that it is at
-  int segments[kSlots], segment_begin[kSlots];  // the segment, -1 for none, and its first unit
+  int segments[kSlots], segment_begin[kSlots];       // the segment, -1 for none, and its first unit
   float max[kSlots][kRows], sum[kSlots][kRows];
   unsigned quota;  // units of a CTA
   static_assert(sizeof(stages[0]) >= Shape<Config>::kPartVectors * sizeof(float4), "a partial result fits");
@@ -40,8 +40,8 @@ __device__ __forceinline__ float4* spilled_part(const DecodeArguments& args, int
   return args.warp_parts + (static_cast<int64_t>(blockIdx.x) * Config::kWarps + warp) * Shape<Config>::kPartVectors;
 }
 
-// What the warps of a CTA left in its slots, merged and handed on. A warp takes a segment's tiles, 32 lanes of them at a
-// time.
+// What the warps of a CTA left in its slots, merged and handed on. A warp takes a segment's tiles, 32 lanes of them at
+// a time.
 template <typename Config>
 __device__ __forceinline__ void merge_partial_results(const DecodeArguments& args, SharedMemory<Config>& smem) {
   using S = Shape<Config>;
@@ -131,7 +131,8 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   const Share share = warp_share<Config>(cta_first, min(static_cast<int>(quota), total - cta_first), warp);
   const unsigned count = share.count;
 
-  // Units are looked up by a lane each, long before they are needed: what is loaded queues behind the records in flight.
+  // Units are looked up by a lane each, long before they are needed: what is loaded queues behind the records in
+  // flight.
   if (lane == 0) smem.cursors[warp] = {0, 0}, smem.first[warp] = share.first;
   __syncwarp();
   auto look_up = [&](unsigned start, int units) {
@@ -189,8 +190,8 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     state.settle();
     const int column = 2 * (lane % 4), g = lane / 4;
     const bool has_rows = column < S::kRowMask;
-    const int first = smem.first[warp];
-    if (begin >= first && begin + visible_keys<Config>(args, segment / Config::kKVHeads).units() <= static_cast<int>(first + count)) {
+    const int first = smem.first[warp], stop = first + static_cast<int>(count);
+    if (begin >= first && begin + visible_keys<Config>(args, segment / Config::kKVHeads).units() <= stop) {
       if (!has_rows) return;
       const Output<Config> output(args, segment, {{state.max[0], state.max[1]}, {state.sum[0], state.sum[1]}}, column,
                                   g == 0);
@@ -208,7 +209,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
 #pragma unroll
     for (int t = 0; t < S::kTiles; ++t)
       part[t * S::kPartLanes + g * (S::kPartLanes / 8) + column / 2] = {state.o[t][0], state.o[t][1], state.o[t][2],
-                                                                       state.o[t][3]};
+                                                                        state.o[t][3]};
     if (g == 0) {
       *reinterpret_cast<float2*>(smem.max[slot] + column) = {state.max[0], state.max[1]};
       *reinterpret_cast<float2*>(smem.sum[slot] + column) = {state.sum[0], state.sum[1]};

@@ -32,8 +32,8 @@ __device__ __forceinline__ void fetch_exact(const DecodeArguments& args, const U
   const int row = position < args.sink_tokens ? position : args.sink_tokens + position % args.ring_tokens;
   const int64_t seq_id = args.seq_ids ? args.seq_ids[b] : b;
   const int64_t rows = (seq_id * Config::kKVHeads + head) * 2 + lane / kExactBlock;
-  const auto* const source = static_cast<const uint8_t*>(args.exact) +
-                             (rows * (args.sink_tokens + args.ring_tokens) + row) * E::kRowBytes;
+  const auto* const source =
+      static_cast<const uint8_t*>(args.exact) + (rows * (args.sink_tokens + args.ring_tokens) + row) * E::kRowBytes;
   cp_async_bulk(smem_address(stage + lane * E::kPitch), source, E::kRowBytes, barrier);
 }
 
@@ -64,7 +64,8 @@ __device__ __forceinline__ void attend_exact(const DecodeArguments& args, const 
 #pragma unroll
     for (int j = 0; j < 4; ++j) operand[j] = valid ? *reinterpret_cast<const uint32_t*>(q + 32 * i + 8 * j) : 0u;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) mma_m16n8k16<Config::kBf16>(products[j], k[2 * j], 0, k[2 * j + 1], 0, operand[2 * j], operand[2 * j + 1]);
+    for (int j = 0; j < 2; ++j)
+      mma_m16n8k16<Config::kBf16>(products[j], k[2 * j], 0, k[2 * j + 1], 0, operand[2 * j], operand[2 * j + 1]);
   }
   float s[2];
 #pragma unroll
@@ -97,7 +98,8 @@ __device__ __forceinline__ void attend_exact(const DecodeArguments& args, const 
 #pragma unroll
     for (int j = 0; j < 2; ++j)
 #pragma unroll
-      for (int part = 0; part < 2; ++part) mma_m16n8k8<Config::kBf16>(state.o[2 * i + j], v[2 * j], v[2 * j + 1], operands[part]);
+      for (int part = 0; part < 2; ++part)
+        mma_m16n8k8<Config::kBf16>(state.o[2 * i + j], v[2 * j], v[2 * j + 1], operands[part]);
   }
 }
 

@@ -81,16 +81,18 @@ struct Output {
         lse = (max + lg2(sum)) * 0.6931471805599453f;
       }
       if (writes_lse) args.lse[b * args.lse_strides[0] + which.token * args.lse_strides[1] + head] = lse;
-      row[col] = static_cast<typename Config::T*>(args.out) + b * args.out_strides[0] + which.token * args.out_strides[1] +
-                 head * args.out_strides[2];
+      row[col] = static_cast<typename Config::T*>(args.out) + b * args.out_strides[0] +
+                 which.token * args.out_strides[1] + head * args.out_strides[2];
     }
   }
 
   __device__ __forceinline__ void write(int tile, int g, const float4& o) const {
     using T = typename Config::T;
     const int channel = 16 * tile + g;
-    if (row[0]) row[0][channel] = static_cast<T>(o.x * factor[0]), row[0][channel + 8] = static_cast<T>(o.z * factor[0]);
-    if (row[1]) row[1][channel] = static_cast<T>(o.y * factor[1]), row[1][channel + 8] = static_cast<T>(o.w * factor[1]);
+    if (row[0])
+      row[0][channel] = static_cast<T>(o.x * factor[0]), row[0][channel + 8] = static_cast<T>(o.z * factor[0]);
+    if (row[1])
+      row[1][channel] = static_cast<T>(o.y * factor[1]), row[1][channel + 8] = static_cast<T>(o.w * factor[1]);
   }
 };
 

@@ -21,8 +21,8 @@ struct VCodes {
   }
 };
 
-// What a warp accumulates for one (sequence, head). Maxima and scores are in powers of two. With kHalves, columns 4 to 7
-// of o are of no meaning.
+// What a warp accumulates for one (sequence, head). Maxima and scores are in powers of two. With kHalves, columns 4 to
+// 7 of o are of no meaning.
 template <typename Config>
 struct State {
   float o[Shape<Config>::kTiles][4];  // products of fields taken together, or values
@@ -54,8 +54,8 @@ struct State {
       o[t][col] = function(o[t][col]), o[t][col + 2] = function(o[t][col + 2]);
   }
 
-  // Raises the maxima to where `top`, a lane's largest score less the present maximum, is at most kRaised. Returns by how
-  // much.
+  // Raises the maxima to where `top`, a lane's largest score less the present maximum, is at most kRaised. Returns by
+  // how much.
   __device__ __forceinline__ float2 raise(float2 top) {
     float rise[2] = {top.x, top.y};
 #pragma unroll
@@ -67,8 +67,8 @@ struct State {
       if (!is_fresh(col)) rise[col] = fmaxf(rise[col], 0.f);
       const bool seen = rise[col] > -CUDART_INF_F;
       const float raised = seen ? max[col] + rise[col] + 0.f : max[col];  // not -0
-      rise[col] = raised - max[col];  // as rounded
-      const float factor = ex2(fminf(-rise[col], 0.f));  // what is fresh is 0
+      rise[col] = raised - max[col];                                      // as rounded
+      const float factor = ex2(fminf(-rise[col], 0.f));                   // what is fresh is 0
       max[col] = raised;
       map(col, [&](float x) { return x * factor; });
     }
@@ -116,8 +116,8 @@ struct State {
 
 __device__ __forceinline__ float soft_cap(const DecodeArguments& args, float score) {
   const float cap = args.softcap * kLog2e, y = __fdividef(score, cap), square = y * y;
-  // tanh(y) = 1 - 2 / (1 + e^2y): exact at both ends, where e^2y is 0 or infinite. Where y is small, as far as the fifth
-  // power: a difference from 1 would lose it.
+  // tanh(y) = 1 - 2 / (1 + e^2y): exact at both ends, where e^2y is 0 or infinite. Where y is small, as far as the
+  // fifth power: a difference from 1 would lose it.
   const float tanh = 1.f - __fdividef(2.f, 1.f + ex2(2.f * kLog2e * y));
   return fabsf(y) < 0.05f ? score * fmaf(square, fmaf(square, 2.f / 15.f, -1.f / 3.f), 1.f) : cap * tanh;
 }
@@ -125,7 +125,7 @@ __device__ __forceinline__ float soft_cap(const DecodeArguments& args, float sco
 // Whether the row in a column does not see a key, or the key is not one of [begin, end).
 template <typename Config>
 __device__ __forceinline__ bool is_hidden(const DecodeArguments& args, const Visible& visible, int column, int key,
-                                         int begin, int end) {
+                                          int begin, int end) {
   const int last = visible.length - args.tail + Row(args, column & Shape<Config>::kRowMask).token;
   return key < begin || key >= end || key > last || (args.window_left >= 0 && key < last - args.window_left);
 }
@@ -232,7 +232,7 @@ __device__ __forceinline__ void add_values(State<Config>& state, const uint8_t* 
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int j = (start + i) / S::kVWords, w = (start + i) % S::kVWords;
-        const uint32_t(&b)[2] = p[w * Config::kVGroups / S::kVWords][j];
+        const uint32_t (&b)[2] = p[w * Config::kVGroups / S::kVWords][j];
         const uint32_t even = words[i], odd = __byte_perm(words[i], 0, 0x4341);  // bytes 1 and 3
 #pragma unroll
         for (int f = 0; f < kFields; f += 2)
@@ -323,7 +323,8 @@ __device__ __forceinline__ void attend_pass(const DecodeArguments& args, const u
         if (first_key + 8 * i < visible.begin || first_key + 8 * i >= visible.end) words[i] = 0;
     }
   };
-  // The sums of p and of p * v_offset, and p * v_scale, whose maximum is kept within fp16's range: raised when it must be.
+  // The sums of p and of p * v_offset, and p * v_scale, whose maximum is kept within fp16's range: raised when it must
+  // be.
   float sum[2], offset[Config::kVGroups][2];
   __half2 scaled[Config::kVGroups][kTokens];
   auto exponentiate = [&] {

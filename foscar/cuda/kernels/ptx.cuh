@@ -39,11 +39,13 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       "wait:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra wait;\n"
-      "}\n" ::"r"(barrier), "r"(parity)
+      "}\n" ::"r"(barrier),
+      "r"(parity)
       : "memory");
 }
 
-// Parallel Synchronization and Communication Instructions: griddepcontrol.wait; what earlier launches wrote is visible then
+// Parallel Synchronization and Communication Instructions: griddepcontrol.wait; what earlier launches wrote is visible
+// then
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Parallel Synchronization and Communication Instructions: griddepcontrol.launch_dependents
@@ -51,8 +53,8 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Parallel Synchronization and Communication Instructions: atom.add, releasing what came before and acquiring what others
-// released; returns the old value
+// Parallel Synchronization and Communication Instructions: atom.add, releasing what came before and acquiring what
+// others released; returns the old value
 __device__ __forceinline__ uint32_t atomic_add_acq_rel(uint32_t* address, uint32_t value) {
   uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");
@@ -63,8 +65,8 @@ __device__ __forceinline__ uint32_t atomic_add_acq_rel(uint32_t* address, uint32
 __device__ __forceinline__ void cp_async_bulk(uint32_t destination, const void* source, uint32_t bytes,
                                               uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          destination),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(destination),
       "l"(source), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
       : "memory");
 }
@@ -107,8 +109,8 @@ __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t
 }
 
 // Warp Level Matrix Instructions: mma.m16n8k32, u8 by s8
-__device__ __forceinline__ void mma_m16n8k32(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                             uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k32(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                             uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));

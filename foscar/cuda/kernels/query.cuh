@@ -32,13 +32,15 @@ __device__ __forceinline__ void load_words(uint32_t (&words)[N], const uint8_t* 
   }
 }
 
-// K's codes as unsigned bytes: operand n is field n of all four bytes of a word, times weight(n). A weight takes bits from
-// the integers that it is multiplied by, and spares a shift.
+// K's codes as unsigned bytes: operand n is field n of all four bytes of a word, times weight(n). A weight takes bits
+// from the integers that it is multiplied by, and spares a shift.
 template <int kBits, bool kWeights>
 struct KCodes {
   static constexpr int kOperands = 8 / kBits;
   static constexpr uint32_t kMask = kBits == 2 ? 0x03030303u : 0x0f0f0f0fu;
-  static __device__ __forceinline__ constexpr int unshifted(int n) { return kWeights && kBits == 2 ? n % 2 * 2 : 0; }  // bits
+  static __device__ __forceinline__ constexpr int unshifted(int n) {
+    return kWeights && kBits == 2 ? n % 2 * 2 : 0;
+  }  // bits
   static __device__ __forceinline__ uint32_t operand(uint32_t word, int n) {
     return word >> (kBits * n - unshifted(n)) & (kMask << unshifted(n));
   }
@@ -57,7 +59,7 @@ template <typename Config>
 struct QueryOperand {
   // Channels k and k + 4 of each run, over the weights of their codes' fields; of q times scale, two parts.
   uint32_t pairs[Config::kKChannelWise ? 2 : 1][Shape<Config>::kRuns][4];
-  float unit[2];                   // of products, in powers of two, sm_scale included
+  float unit[2];                         // of products, in powers of two, sm_scale included
   float sum[Shape<Config>::kGroups][2];  // over a group's channels; channel-wise, of q times offset
 };
 
@@ -121,9 +123,9 @@ struct KBlock {
 #pragma unroll
         for (const auto& pairs : query.pairs) {
           if (whole)
-            mma_m16n8k16<Config::kKChannelWise>(
-                product, K::field(low, f), K::field(high, f), K::field(low_odd, f), K::field(high_odd, f),
-                pairs[run][f], Config::kKBits == 4 ? pairs[run][2 + f] : pairs[run + 1][f]);
+            mma_m16n8k16<Config::kKChannelWise>(product, K::field(low, f), K::field(high, f), K::field(low_odd, f),
+                                                K::field(high_odd, f), pairs[run][f],
+                                                Config::kKBits == 4 ? pairs[run][2 + f] : pairs[run + 1][f]);
           else
             mma_m16n8k8<Config::kKChannelWise>(product, K::field(run % 2 ? low_odd : low, f),
                                                K::field(run % 2 ? high_odd : high, f), pairs[run][f]);
@@ -133,7 +135,8 @@ struct KBlock {
   }
 };
 
-// A lane's part of the query of one (sequence, head), as loaded: runs of 8 channels of row g; 0 if there is no such row.
+// A lane's part of the query of one (sequence, head), as loaded: runs of 8 channels of row g; 0 if there is no such
+// row.
 template <typename Config>
 struct QueryRuns {
   static constexpr int kRuns = Config::kHeadDim / 32;
@@ -319,8 +322,8 @@ struct Query<Config, false, true> {
     float top = fmaxf(tops[0], kLeastQuery);
 #pragma unroll
     for (int d = 1; d < 4; d *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
-    // A power of two, so that the larger ones of bfloat16 or float16 values are integers as they are; below 2^15, with room
-    // for the digits' rounding.
+    // A power of two, so that the larger ones of bfloat16 or float16 values are integers as they are; below 2^15, with
+    // room for the digits' rounding.
     const int exponent = static_cast<int>(__float_as_uint(top * 1.004f) >> 23) - 127;
     const float scale = power_of_two(14 - exponent);
 

@@ -9,7 +9,7 @@
 
 namespace foscar {
 
-constexpr int kExactBlock = 8;        // tokens
+constexpr int kExactBlock = 8;       // tokens
 constexpr unsigned kLeastQuota = 8;  // of a CTA: fewer pages are more parts to merge
 
 template <typename T>

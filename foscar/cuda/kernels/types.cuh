@@ -10,40 +10,40 @@
 namespace foscar {
 
 constexpr int kPageSize = 64;
-constexpr int kRows = 8;              // columns of an accumulator: the query rows of one KV head
-constexpr float kNoMax = -1e30f;      // below every score
+constexpr int kRows = 8;          // columns of an accumulator: the query rows of one KV head
+constexpr float kNoMax = -1e30f;  // below every score
 // p * v_scale is a fp16 operand. Its largest value is 2^kRaised when the maximum is raised, and kMostScaled at most.
 constexpr float kRaised = 8.f, kMostRaised = 14.f, kMostScaled = 16384.f;
-constexpr float kLeastQuery = 1e-30f;       // of a row's largest magnitude, so that its inverse is finite
+constexpr float kLeastQuery = 1e-30f;  // of a row's largest magnitude, so that its inverse is finite
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kCodeUnit = 16777216.f;  // 2^24, the inverse of the smallest fp16 subnormal
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct DecodeArguments {
-  const void* q;                // [batch, q_len, num_q_heads, head_dim], rows contiguous and 16-byte aligned
-  const uint8_t* pages;         // [num_pages, num_kv_heads, record_bytes]
-  const int* block_table;       // [batch, block_table_stride]
-  const int* seq_lens;          // [batch]
-  const float* sinks;           // [num_q_heads] or null
-  void* out;                    // as q
-  float* lse;                   // [batch, q_len, num_q_heads]
-  const void* exact;            // [max_seqs, num_kv_heads, 2, sink_tokens + ring_tokens, head_dim]
-  const int* lengths;           // [max_seqs, 2]: where the ring begins, and where it ends
-  const int* seq_ids;           // [batch] or null: the sequence itself
-  float4* warp_parts;           // [grid, warps, kPartVectors]
-  float4* cta_parts;            // [grid, 2, kTiles, 2, kPartLanes]
-  uint32_t* arrivals;           // [grid, kTiles], zero between launches
-  int64_t q_strides[3];         // batch, token, head; in elements
+  const void* q;           // [batch, q_len, num_q_heads, head_dim], rows contiguous and 16-byte aligned
+  const uint8_t* pages;    // [num_pages, num_kv_heads, record_bytes]
+  const int* block_table;  // [batch, block_table_stride]
+  const int* seq_lens;     // [batch]
+  const float* sinks;      // [num_q_heads] or null
+  void* out;               // as q
+  float* lse;              // [batch, q_len, num_q_heads]
+  const void* exact;       // [max_seqs, num_kv_heads, 2, sink_tokens + ring_tokens, head_dim]
+  const int* lengths;      // [max_seqs, 2]: where the ring begins, and where it ends
+  const int* seq_ids;      // [batch] or null: the sequence itself
+  float4* warp_parts;      // [grid, warps, kPartVectors]
+  float4* cta_parts;       // [grid, 2, kTiles, 2, kPartLanes]
+  uint32_t* arrivals;      // [grid, kTiles], zero between launches
+  int64_t q_strides[3];    // batch, token, head; in elements
   int64_t out_strides[3];
-  int64_t lse_strides[2];       // batch, token
+  int64_t lse_strides[2];  // batch, token
   int batch;
-  int q_len, tail;              // query tokens, and the tokens from the first of them to the end of the sequence
-  int group, heads_per_kv;      // query heads of a KV head: those attended here, and all in q
-  int group_inverse;            // 2^16 / group, rounded up
+  int q_len, tail;          // query tokens, and the tokens from the first of them to the end of the sequence
+  int group, heads_per_kv;  // query heads of a KV head: those attended here, and all in q
+  int group_inverse;        // 2^16 / group, rounded up
   int block_table_stride;
-  int window_left;              // -1: none
+  int window_left;  // -1: none
   int sink_tokens, ring_tokens;
-  float sm_scale, softcap;      // softcap 0: none
+  float sm_scale, softcap;  // softcap 0: none
 };
 
 // A row of a KV head's query: which token's, and which head of the group's.
@@ -64,9 +64,9 @@ struct Shape {
   static constexpr int kGroups = Config::kKChannelWise ? 1 : Config::kKGroups / kSlices;  // in a slice
   static constexpr int kGroupRuns = kRuns / kGroups;
   static constexpr int kRowBytes = kHeadDim * Config::kKBits / 8;
-  static constexpr int kRowWords = (kRuns * Config::kKBits + 3) / 4;  // a lane's words of a slice of a K row
-  static constexpr int kVWords = kHeadDim * Config::kVBits / 64;      // a lane's words for 16 tokens
-  static constexpr int kTiles = kHeadDim / 16;                        // 16-channel tiles of O^T
+  static constexpr int kRowWords = (kRuns * Config::kKBits + 3) / 4;             // a lane's words of a slice of a K row
+  static constexpr int kVWords = kHeadDim * Config::kVBits / 64;                 // a lane's words for 16 tokens
+  static constexpr int kTiles = kHeadDim / 16;                                   // 16-channel tiles of O^T
   static constexpr int kOffsets = Config::kVChannelWise ? 0 : Config::kVGroups;  // of a row, of the output
   static constexpr int kPartLanes = Config::kHalves ? 16 : 32;  // that hold an accumulator's columns of meaning
   static constexpr int kPartVectors = kTiles * kPartLanes;      // float4 of a warp's partial result
