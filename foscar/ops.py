@@ -52,7 +52,13 @@ def backend(spec: CacheSpec, dtype: torch.dtype, device: torch.device) -> tuple[
     if device.type != "cuda":
         return "reference", "PyTorch, on any device"
     reason = _why_no_kernel(spec, dtype, device)
-    return ("cuda", "decode kernel") if reason is None else ("reference", reason)
+    if reason is not None:
+        return "reference", reason
+    from foscar.cuda.config import MAX_ROWS, DecodeConfig
+
+    shapes = [DecodeConfig.choose(spec, dtype, rows) for rows in (MAX_ROWS // 2, MAX_ROWS)]
+    few, many = (f"{config.warps} warps of {config.stages} stages" for config in shapes)
+    return "cuda", f"decode kernel: {few} for up to {MAX_ROWS // 2} query rows of a KV head, {many} for more"
 
 
 @functools.cache

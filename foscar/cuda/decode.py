@@ -225,7 +225,8 @@ def decode_attention(
     kernel = _kernel(spec, q.dtype, MAX_ROWS // 2 if few else MAX_ROWS, device)
     stream = torch.cuda.current_stream(device).cuda_stream
     aligned = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3]) and q.data_ptr() % 16 == 0
-    units = max(block_table.shape[1], 1) + (spec.exact_tokens + 16) // 8
+    columns = block_table.shape[1]
+    units = max(columns, 1) + (spec.exact_tokens + 16) // 8
     if batch * units * spec.num_kv_heads >= 2**31:
         refuse("block_table.shape", list(block_table.shape), "times num_kv_heads must be below 2**31")
     q = q if aligned else q.clone(memory_format=torch.contiguous_format)
@@ -234,6 +235,7 @@ def decode_attention(
     seq_lens = seq_lens.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
     seq_ids = None if seq_ids is None else seq_ids.contiguous()
+    logger.debug("decode_attention: %s, %s query, %d pages a sequence", kernel.config.name, tuple(q.shape), columns)
     tensors = (q, pages, exact, lengths, block_table, seq_lens, seq_ids, sinks, target, lse)
     workspace = _workspace(device, stream)
     for arguments in launches(kernel.config, kernel.grid, workspace, *tensors, sm_scale, softcap, window_left):
