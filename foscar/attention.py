@@ -106,8 +106,9 @@ def decode_attention(
     Raises
     ------
     ValueError
-        If an argument does not fit, or, in the reference backend, a value: lengths and page ids. Nothing is written
-        then.
+        If an argument does not fit, or, in the reference backend or with ``FOSCAR_DEBUG=1``, a value: lengths and page
+        ids. Nothing is written then. The kernel refuses a batch of 2**31 pages and KV heads or more, and to be captured
+        in a CUDA graph before its first call outside of one.
 
     Examples
     --------

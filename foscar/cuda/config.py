@@ -11,9 +11,8 @@ from foscar.layout import CacheSpec, QuantSpec, record_layout
 MAX_ROWS = 8
 ARCHITECTURES = ("sm_90a",)
 _TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
-# Shared memory of an SM that CTAs can have on Hopper, and what a CTA needs beside its stages.
+# Shared memory that a CTA can have on Hopper.
 _SM_SHARED_BYTES = 227 * 1024
-_EXTRA_BYTES = 11 * 1024
 # Channels of a head in blocks of 16, at most; and partial results of an SM, of whichever variant: one for each of 16
 # warps with head_dim 128 or of 8 with 256, and two, with their statistics, for the CTA.
 MAX_TILES = 16
@@ -29,7 +28,8 @@ def _groups(quant: QuantSpec, head_dim: int) -> int:
 def _warps(spec: CacheSpec, dtype: torch.dtype, halves: bool) -> int:
     """Warps of a CTA: 16, 12 or 8, with 128, 168 or 255 registers for a thread.
 
-    The most that take no spills, but for a few rare mixes: a simple rule gives them less. What each variant takes was
+    The most that take no spills, but for a few rare mixes: a simple rule gives them less, and 8 spill a little with
+    head_dim 256, V in groups of 32, and K channel-wise or in such groups. What each variant takes was
     found by compiling all of them (`foscar kernels --all`).
     """
     k, v, head_dim, exact = spec.k, spec.v, spec.head_dim, spec.exact_tokens > 0
@@ -66,7 +66,7 @@ class DecodeConfig:
     dtype : torch.dtype
         dtype of the query and the output: bfloat16 or float16.
     halves : bool
-        Whether there are at most 4 query rows for a KV head, each worked on by two halves of a warp's columns.
+        Whether up to 4 query rows of a KV head are each worked on by two halves of a warp's columns.
     warps, stages : int
         Warps of a CTA, of which an SM has one, and records in flight for each.
     """
@@ -86,11 +86,11 @@ class DecodeConfig:
         # Halves of columns would need a few more registers than there are, were there 8 groups of both.
         eight_groups = _groups(spec.k, spec.head_dim) == _groups(spec.v, spec.head_dim) == 8
         halves = rows <= MAX_ROWS // 2 and not eight_groups
-        warps = _warps(spec, dtype, halves)
-        budget = _SM_SHARED_BYTES - _EXTRA_BYTES
-        while budget // (warps * spec.record_bytes) < 2:
-            warps -= 1
-        return DecodeConfig(spec, dtype, halves, warps, min(budget // (warps * spec.record_bytes), 4))
+        most = _warps(spec, dtype, halves)
+        shapes = (
+            DecodeConfig(spec, dtype, halves, warps, stages) for warps in range(most, 0, -1) for stages in (4, 3, 2)
+        )
+        return next(shape for shape in shapes if shape.shared_bytes <= _SM_SHARED_BYTES)
 
     @property
     def tiles(self) -> int:

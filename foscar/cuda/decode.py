@@ -21,7 +21,7 @@ logger = logging.getLogger("foscar")
 
 
 class _Arguments(ctypes.Structure):
-    """`DecodeArguments` in decode.cuh."""
+    """`DecodeArguments` in types.cuh."""
 
     _fields_ = [
         ("q", ctypes.c_void_p),

@@ -73,9 +73,10 @@ class KernelReport:
 
 
 def shipped_variants() -> Iterator[DecodeConfig]:
-    """Yield every variant that `DecodeConfig.choose` can pick.
+    """Yield the variants that `DecodeConfig.choose` can pick.
 
-    Those for fp16 are left out unless K is channel-wise: they differ only in load, store and exact tokens.
+    Those for fp16 are left out, for time, unless K is channel-wise: they differ in load, store and exact tokens, and
+    plain 2-bit keys take a few more shifts.
     """
     for head_dim in HEAD_DIMS:
         for k in _quantizers(head_dim):

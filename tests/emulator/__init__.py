@@ -27,13 +27,13 @@ extern "C" void run(const foscar::DecodeArguments* args, int grid) {
 
 
 @functools.cache
-def build(config: DecodeConfig, size: int) -> ctypes.CDLL:
-    """Compile a variant, whose arguments take `size` bytes, into a library."""
+def build(source: str, size: int) -> ctypes.CDLL:
+    """Compile a variant's source, whose arguments take `size` bytes, into a library."""
     with tempfile.TemporaryDirectory() as folder:
         for header in [*KERNELS.glob("*.cuh"), *HERE.glob("*.*h")]:  # the second ptx.cuh takes the place of the first
             shutil.copy(header, folder)
-        source = config.source().split('extern "C"')[0] + _ENTRY.replace("SIZE", str(size))
-        (Path(folder) / "kernel.cc").write_text(source)
+        entry = _ENTRY.replace("SIZE", str(size))
+        (Path(folder) / "kernel.cc").write_text(source.split('extern "C"')[0] + entry)
         options = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-shared", "-I."]
         subprocess.run([COMPILER or "g++", *options, "kernel.cc", "-o", "kernel.so"], cwd=folder, check=True)
         return ctypes.CDLL(str(Path(folder) / "kernel.so"))
@@ -45,6 +45,6 @@ def decode_attention(config: DecodeConfig, grid: int, *tensors_and_options: obje
     arrivals = torch.zeros(grid * MAX_TILES, dtype=torch.int32)
     workspace = parts.data_ptr(), arrivals.data_ptr()
     for arguments in launches(config, grid, workspace, *tensors_and_options):  # type: ignore[arg-type]
-        library = build(config, ctypes.sizeof(arguments))
+        library = build(config.source(), ctypes.sizeof(arguments))
         library.run(ctypes.byref(arguments), grid)
         assert not arrivals.any(), "counters are zero between launches"

@@ -180,6 +180,7 @@ inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   emulator::barriers[barrier] = {static_cast<int>(arrivals), static_cast<int>(arrivals)};
 }
 inline void fence_mbarrier_init() {}
+inline void compiler_fence() {}
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 
@@ -224,7 +225,7 @@ inline uint32_t atomic_add_acq_rel(uint32_t* address, uint32_t value) {
   return old;
 }
 
-// Element i of a row or column of a fragment: lane g or c holds it in one of its words.
+// Half of a word as a float.
 template <bool kBf16>
 float element(uint32_t word, int half) {
   const auto bits = static_cast<uint16_t>(word >> 16 * half);

@@ -2,15 +2,16 @@
 //
 // Work. Every warp is a worker of its own: it takes an equal run of units (schedule.cuh), keeps its own ring of stages
 // filled by bulk copies, and meets no barrier until it is done. A run may begin or end inside a segment: what a warp
-// has of such a one is a partial result. Those of a CTA are merged through shared memory; what reaches beyond the CTA
-// goes through global memory to the CTA that arrives last, tile by tile, each warp on its own.
+// has of such a one is a partial result. Those of a CTA are merged through shared memory, tile by tile; what reaches
+// beyond the CTA goes through global memory to the warp that arrives last at a tile's counter.
 //
-// Products. Codes enter the tensor cores as they lie: a 2-bit or 4-bit field of a 16-bit half is the fp16 subnormal
-// code * 2^-24, times the field's weight. Both products are transposed, S^T = K q^T and O^T = V^T P^T, so that the
-// packed operand is always A. Scale and offset are folded into scores and probabilities (docs/numerics.md).
+// Products. Codes enter the tensor cores as they lie: K of one group as unsigned bytes, all others as subnormals of
+// fp16, or of bf16 for channel-wise K (query.cuh, page.cuh). Both products are transposed, S^T = K q^T and O^T = V^T
+// P^T, so that the packed operand is always A. Scale and offset are folded into scores and probabilities
+// (docs/numerics.md).
 //
 // Halves. With at most 4 rows, columns 4 to 7 of an accumulator would be idle. In the first product they repeat the
-// rows instead, and each half of the columns does the softmax of half of a page's tokens.
+// rows, or hold the low digits of integers, and each half of the columns does the softmax of half of a page's tokens.
 #pragma once
 
 #include "exact.cuh"
@@ -52,7 +53,7 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
   const unsigned taken = __ballot_sync(kAllLanes, mine >= 0), before = taken & ((1u << lane) - 1);
   const int previous = __shfl_sync(kAllLanes, mine, before ? 31 - __clz(before) : lane);
   const unsigned leaders = __ballot_sync(kAllLanes, mine >= 0 && (before == 0 || previous != mine));
-  const int part_lane = lane % kLanes, columns = kLanes == 16 ? lane % 2 * 2 : lane % 4 * 2;
+  const int part_lane = lane % kLanes, column = kLanes == 16 ? lane % 2 * 2 : lane % 4 * 2;
   const int g = part_lane / (kLanes / 8);
 #pragma unroll 1
   for (int item = warp; item < __popc(leaders) * kItems; item += Config::kWarps) {
@@ -70,8 +71,8 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
     float4 o;
     Statistics state = merge_parts(last_slot / 2 - leader / 2 + 1, o, [&](int i) -> Part {
       const int slot = min((leader / 2 + i) * 2 + 1, last_slot);
-      const float2 max = *reinterpret_cast<const float2*>(smem.max[slot] + columns);
-      const float2 sum = *reinterpret_cast<const float2*>(smem.sum[slot] + columns);
+      const float2 max = *reinterpret_cast<const float2*>(smem.max[slot] + column);
+      const float2 sum = *reinterpret_cast<const float2*>(smem.sum[slot] + column);
       const float4* const part =
           slot % 2 ? reinterpret_cast<const float4*>(smem.stages[slot / 2]) : spilled_part<Config>(args, slot / 2);
       return {part[place], {max.x, max.y, sum.x, sum.y}};
@@ -100,7 +101,7 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
       __syncwarp();
       state = merge_parts(parts, o, [&](int i) -> Part { return {__ldcg(part(i)), __ldcg(part(i) + kLanes)}; });
     }
-    Output<Config>(args, segment, state, columns, tile == 0 && g == 0).write(tile, g, o);
+    Output<Config>(args, segment, state, column, tile == 0 && g == 0).write(tile, g, o);
   }
 }
 

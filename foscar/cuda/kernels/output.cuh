@@ -8,7 +8,7 @@
 
 namespace foscar {
 
-// Maxima and sums of a lane's two columns; no sum, no token.
+// Maxima and sums of a lane's two columns; a sum of 0: no token was seen.
 struct Statistics {
   float max[2], sum[2];
 };
@@ -78,7 +78,7 @@ struct Output {
           factor[col] = __fdividef(keep, sum);
           max = raised;
         }
-        lse = (max + lg2(sum)) * 0.6931471805599453f;
+        lse = (max + lg2(sum)) * kLn2;
       }
       if (writes_lse) args.lse[b * args.lse_strides[0] + which.token * args.lse_strides[1] + head] = lse;
       row[col] = static_cast<typename Config::T*>(args.out) + b * args.out_strides[0] +

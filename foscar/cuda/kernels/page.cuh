@@ -6,7 +6,7 @@
 
 namespace foscar {
 
-// Whether a page's loads must not be moved ahead of its products.
+// Whether V's parameters must not be loaded before the scores are done.
 template <typename Config>
 constexpr bool kShortOfRegisters = Config::kExact || Config::kVBits == 4;
 
@@ -313,7 +313,7 @@ __device__ __forceinline__ void attend_pass(const DecodeArguments& args, const u
           s[i][col] = -CUDART_INF_F;
   }
 
-  if constexpr (kShortOfRegisters<Config>) asm volatile("" ::: "memory");  // do not load any earlier
+  if constexpr (kShortOfRegisters<Config>) compiler_fence();
   auto load_params = [&](uint32_t (&words)[kTokens], int group) {
     load_words(words, record + Config::kVParams + group * 256 + g * 32 + first * 4);
     if (masked) {

@@ -79,6 +79,9 @@ __device__ __forceinline__ void cp_async_4(uint32_t destination, const void* sou
 // Data Movement and Conversion Instructions: cp.async.wait_all
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// No instruction: what is loaded from memory after it is not loaded before it.
+__device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
+
 // Warp Level Matrix Instructions: mma.m16n8k16 with f16 or bf16 operands and f32 accumulators
 template <bool kBf16 = false>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,

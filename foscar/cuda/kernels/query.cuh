@@ -220,10 +220,11 @@ template <>
 constexpr int kBf16Parts<__nv_bfloat16> = 1;
 
 // Channel-wise K: the operand is made for each page, of q times scale, and is bf16: with float32's range it needs no
-// normaliser. q and a scale have 8 bits each, so that their product is the sum of two bf16, exactly.
+// normaliser. A bfloat16 q and a scale have 8 bits each, so that their product is the sum of two bf16, exactly; of a
+// float16 q about 16 bits are kept.
 template <typename Config>
 struct Query<Config, true, false> {
-  // q times this is what is multiplied: products with codes stay well above the smallest float32, 2^-126.
+  // q is multiplied by 2^kExponent first: products with codes stay well above the smallest float32, 2^-126.
   static constexpr int kExponent = 40;
   __nv_bfloat162 pairs[Shape<Config>::kSlices][kBf16Parts<typename Config::T>][Shape<Config>::kRuns][4];
   float unit;
@@ -298,7 +299,7 @@ __device__ __forceinline__ uint32_t gather_bytes(const uint32_t (&words)[4]) {
 // kHalves, the high ones in columns 0 to 3 and the low ones in columns 4 to 7.
 template <typename Config>
 struct Query<Config, false, true> {
-  // A float16 output is held to a finer bound.
+  // No weights for float16: its output is held to 1e-3, and a weight costs two bits of q.
   using Codes = KCodes<Config::kKBits, Config::kBf16>;
   static constexpr int kSteps = Shape<Config>::kRowWords * Codes::kOperands / 2;
   uint32_t digits[Config::kHalves ? 1 : 2][kSteps][2];

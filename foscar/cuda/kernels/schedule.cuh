@@ -26,7 +26,7 @@ __device__ __forceinline__ int small_quotient(unsigned a, unsigned b) {
 // The keys of a sequence that its queries can see, and where they are. Ends of ranges are exclusive.
 struct Visible {
   int length;
-  int begin, end;              // in pages
+  int begin, end;              // positions of those in pages
   int first_page, num_pages;   // columns of the block table
   int sinks_begin, sinks_end;  // positions, which are rows too
   int ring_begin;              // position; the ring goes on to `length`

@@ -12,10 +12,11 @@ namespace foscar {
 constexpr int kPageSize = 64;
 constexpr int kRows = 8;          // columns of an accumulator: the query rows of one KV head
 constexpr float kNoMax = -1e30f;  // below every score
-// p * v_scale is a fp16 operand. Its largest value is 2^kRaised when the maximum is raised, and kMostScaled at most.
+// p * v_scale is a fp16 operand. Its largest value is 2^kRaised when the maximum is raised, and 2^kMostRaised, which is
+// kMostScaled, at most.
 constexpr float kRaised = 8.f, kMostRaised = 14.f, kMostScaled = 16384.f;
 constexpr float kLeastQuery = 1e-30f;  // of a row's largest magnitude, so that its inverse is finite
-constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kCodeUnit = 16777216.f;  // 2^24, the inverse of the smallest fp16 subnormal
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -71,7 +72,7 @@ struct Shape {
   static constexpr int kPartLanes = Config::kHalves ? 16 : 32;  // that hold an accumulator's columns of meaning
   static constexpr int kPartVectors = kTiles * kPartLanes;      // float4 of a warp's partial result
   static constexpr int kRowMask = Config::kHalves ? kRows / 2 - 1 : kRows - 1;  // column to row
-  // A page is done in passes of as many tokens as a lane can do the softmax of.
+  // A page is done in passes, of all 64 tokens with kHalves, else of 32. A lane has the scores of kTokens of them.
   static constexpr int kPasses = Config::kHalves ? 1 : 2;
   static constexpr int kTokens = 4;  // of a lane, in a pass
 };
