@@ -72,6 +72,7 @@ struct __half2 {
 };
 inline __half2 __floats2half2_rn(float x, float y) { return {__half(x), __half(y)}; }
 inline __half2 __float2half2_rn(float x) { return {__half(x), __half(x)}; }
+inline float2 __half22float2(__half2 a) { return {a.x, a.y}; }
 inline __half2 __habs2(__half2 a) { return __floats2half2_rn(std::fabs(float(a.x)), std::fabs(float(a.y))); }
 inline __half2 __hmax2(__half2 a, __half2 b) { return __floats2half2_rn(fmaxf(a.x, b.x), fmaxf(a.y, b.y)); }
 inline bool __hble2(__half2 a, __half2 b) { return float(a.x) <= float(b.x) && float(a.y) <= float(b.y); }

@@ -323,6 +323,9 @@ __device__ __forceinline__ void attend_pass(const DecodeArguments& args, const u
         if (first_key + 8 * i < visible.begin || first_key + 8 * i >= visible.end) words[i] = 0;
     }
   };
+  // A float16 output is held to a bound that is near what rounding p * v_scale does: the other sums take what is left
+  // of p.
+  constexpr bool kConsistent = !Config::kBf16 && Config::kVGroups == 1;
   // The sums of p and of p * v_offset, and p * v_scale, whose maximum is kept within fp16's range: raised when it must
   // be.
   float sum[2], offset[Config::kVGroups][2];
@@ -331,28 +334,34 @@ __device__ __forceinline__ void attend_pass(const DecodeArguments& args, const u
     __half2 top = __float2half2_rn(0.f);
     float p[kTokens][2];
 #pragma unroll
-    for (int i = 0; i < kTokens; ++i)
-#pragma unroll
-      for (int col = 0; col < 2; ++col) {
-        p[i][col] = ex2(s[i][col]);
-        sum[col] = i ? sum[col] + p[i][col] : p[i][col];
-      }
+    for (int i = 0; i < kTokens; ++i) p[i][0] = ex2(s[i][0]), p[i][1] = ex2(s[i][1]);
 #pragma unroll
     for (int j = 0; j < Config::kVGroups; ++j) {
       uint32_t words[kTokens];
       if constexpr (!Config::kVChannelWise) load_params(words, j);
 #pragma unroll
       for (int i = 0; i < kTokens; ++i) {
-        float scale = 1.f;
+        const float scale = Config::kVChannelWise ? 1.f : __uint_as_float(words[i]);
+        scaled[j][i] = __floats2half2_rn(p[i][0] * scale, p[i][1] * scale);
+        top = __hmax2(top, __habs2(scaled[j][i]));
+        if constexpr (kConsistent) {  // what p is in the product
+          const float2 rounded = __half22float2(scaled[j][i]);
+          const float inverse = __fdividef(1.f, scale);
+          if (rounded.x != 0.f) p[i][0] = rounded.x * inverse;
+          if (rounded.y != 0.f) p[i][1] = rounded.y * inverse;
+        }
         if constexpr (!Config::kVChannelWise) {
-          scale = __uint_as_float(words[i]);
 #pragma unroll
           for (int col = 0; col < 2; ++col)
             offset[j][col] = fmaf(p[i][col], __uint_as_float(words[i] << 16), i ? offset[j][col] : 0.f);
         }
-        scaled[j][i] = __floats2half2_rn(p[i][0] * scale, p[i][1] * scale);
-        top = __hmax2(top, __habs2(scaled[j][i]));
       }
+    }
+#pragma unroll
+    for (int col = 0; col < 2; ++col) {
+      sum[col] = p[0][col];
+#pragma unroll
+      for (int i = 1; i < kTokens; ++i) sum[col] += p[i][col];
     }
     return !__hble2(top, __float2half2_rn(kMostScaled));
   };
