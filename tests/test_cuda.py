@@ -16,7 +16,6 @@ from foscar.cli import app
 from foscar.cuda import compiler, inspect
 from foscar.cuda.compiler import CompileError, compile_cubin
 from foscar.cuda.config import ARCHITECTURES, MAX_TILES, SM_PART_FLOATS, DecodeConfig, unsupported
-from foscar.layout import PAGE_SIZE
 
 pytest.importorskip("cuda.pathfinder", reason="the CUDA wheels are not installed")
 
@@ -59,7 +58,7 @@ def most_alu(config: DecodeConfig) -> float:
     """What an element of K or V may take of the pipes that products do not use."""
     k, v, head_dim = config.spec.k, config.spec.v, config.spec.head_dim
     if not (is_plain(k, head_dim) and is_plain(v, head_dim)):
-        return 0.7 + (2 * 8 / (4 * PAGE_SIZE) if k.axis == "channel" else 0)  # folding scales and offsets, for a page
+        return 0.85 if k.axis == "channel" else 0.7  # folding scales and offsets for each page
     if not config.halves:
         return 0.6 if k.bits == v.bits == 2 else 0.7
     # What softmax takes is spread over fewer channels; of 96 channels in 2 bits, a lane's last word is used by half.

@@ -29,8 +29,8 @@ def _warps(spec: CacheSpec, dtype: torch.dtype, halves: bool) -> int:
     """Warps of a CTA: 16, 12 or 8, with 128, 168 or 255 registers for a thread.
 
     The most that take no spills, but for a few rare mixes: a simple rule gives them less, and 8 spill a little with
-    head_dim 256, V in groups of 32, and K channel-wise or in such groups. What each variant takes was
-    found by compiling all of them (`foscar kernels --all`).
+    head_dim 256, V in groups of 32, and K channel-wise or in such groups. What each variant takes was found by
+    compiling all of them (`foscar kernels --all`).
     """
     k, v, head_dim, exact = spec.k, spec.v, spec.head_dim, spec.exact_tokens > 0
     k_groups, v_groups = _groups(k, head_dim), _groups(v, head_dim)
@@ -38,21 +38,17 @@ def _warps(spec: CacheSpec, dtype: torch.dtype, halves: bool) -> int:
     if head_dim == 256:
         return 8
     if k.axis == "channel":  # the operand is made for each page, of a float16 query in two parts
-        lean = halves or dtype == torch.bfloat16
+        bf16 = dtype == torch.bfloat16
         if head_dim == 128:
             return 8
         if head_dim == 96:
-            return 12 if lean or v_plain else 8
-        return 16 if halves or (lean and v.axis == "token") else 12
-    if head_dim == 96:
-        return 16 if v_plain and not (k.bits == 4 and k_groups == 3 and exact and not halves) else 12
-    if head_dim == 64:
-        return 16 if v_plain or k_groups == v_groups == 2 else 12
-    if v_plain and (k_groups == 1 or k.bits == 2):
+            return 12 if halves or (bf16 and v.axis == "token") else 8
+        return 16 if halves and (bf16 or v_plain) else 12
+    if head_dim < 128:
+        return 16 if v_plain and (k_groups == 1 or halves or not exact) else 12
+    if v_plain and k_groups == 1:
         return 12 if exact and 4 in (k.bits, v.bits) else 16
-    if k.bits == 4:
-        return 8 if k_groups == 4 and halves and (exact or v.axis == "channel") else 12
-    return 16 if v_groups == 2 and halves and exact else 12
+    return 8 if k_groups == 4 and halves and (exact or (k.bits == 4 and v.axis == "channel")) else 12
 
 
 @dataclass(frozen=True)
