@@ -59,7 +59,8 @@ def plot(csv: Path, image: Path) -> None:
 
 
 def _speedups(rows: list[Row]) -> list[tuple[int, float]]:
-    return [(row.seq_len, row.flashinfer_bf16_us / row.us) for row in rows if row.flashinfer_bf16_us is not None]
+    ratios = ((row.seq_len, row.speedup("flashinfer_bf16_us")) for row in rows)
+    return [(length, ratio) for length, ratio in ratios if ratio is not None]
 
 
 def _shares(rows: list[Row]) -> list[tuple[int, float]]:

@@ -75,6 +75,11 @@ class Row:
         """The shape that was measured."""
         return Point(self.num_q_heads, self.num_kv_heads, self.head_dim, self.batch, self.seq_len, self.skewed)
 
+    def speedup(self, column: str) -> float | None:
+        """Return how many times faster it is than the peer in a column; None if that was not timed."""
+        us: float | None = getattr(self, column)
+        return None if us is None else us / self.us
+
     @property
     def recipe(self) -> str:
         """Bits and scheme."""
@@ -183,7 +188,7 @@ def goals(rows: Iterable[Row]) -> list[Goal]:
 
 def speedups(rows: Iterable[Row], column: str) -> list[float]:
     """Return how many times faster each row is than a peer, for rows that have it."""
-    return [getattr(row, column) / row.us for row in rows if getattr(row, column) is not None]
+    return [ratio for row in rows if (ratio := row.speedup(column)) is not None]
 
 
 def goals_table(found: list[Goal]) -> Table:
@@ -211,8 +216,8 @@ def rows_table(rows: list[Row], header: bool) -> Table:
     for row in rows:
         peers = []
         for column in _PEERS.values():
-            us = getattr(row, column)
-            peers += ["", ""] if us is None else [f"{us:.2f}", f"{us / row.us:.2f}x"]
+            ratio = row.speedup(column)
+            peers += ["", ""] if ratio is None else [f"{getattr(row, column):.2f}", f"{ratio:.2f}x"]
         figures = [f"{row.us:.2f}", f"{row.gbps:.0f}", f"{row.share:.1%}", f"{row.relative_error:.1e}"]
         table.add_row(str(row.point), row.recipe, *figures, *peers)
     return table

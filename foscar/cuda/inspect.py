@@ -14,7 +14,7 @@ import torch
 from rich.table import Table
 
 from foscar.cuda.compiler import compile_cubin
-from foscar.cuda.config import MAX_ROWS, DecodeConfig
+from foscar.cuda.config import MAX_ROWS, DecodeConfig, unsupported
 from foscar.layout import HEAD_DIMS, PAGE_SIZE, CacheSpec, QuantSpec
 
 # Fields of the halves or bytes of a word, and shifts that bring others down.
@@ -81,7 +81,7 @@ def shipped_variants() -> Iterator[DecodeConfig]:
     for head_dim in HEAD_DIMS:
         for k in _quantizers(head_dim):
             for v in _quantizers(head_dim):
-                for dtype in _dtypes(k, head_dim):
+                for dtype in _dtypes(CacheSpec(k, v, 8, head_dim)):
                     # A block that is being filled is exact, too.
                     for sinks in (64,) if "channel" in (k.axis, v.axis) else (0, 64):
                         spec = CacheSpec(k, v, 8, head_dim, sink_tokens=sinks)
@@ -98,8 +98,8 @@ def sample_variants() -> Iterator[DecodeConfig]:
         for i, k in enumerate(others):
             sample.append((k, (others + plain)[i + 1], MAX_ROWS // (1 + i % 2)))
         for i, (k, v, rows) in enumerate(sample):
-            dtypes = _dtypes(k, head_dim)
             spec = CacheSpec(k, v, 8, head_dim, sink_tokens=i // 2 % 2 * 64)
+            dtypes = _dtypes(spec)
             yield DecodeConfig.choose(spec, dtypes[i % len(dtypes)], rows)
 
 
@@ -110,8 +110,9 @@ def _quantizers(head_dim: int) -> list[QuantSpec]:
     return token_wise + [QuantSpec(bits, "channel", PAGE_SIZE) for bits in (2, 4)]
 
 
-def _dtypes(k: QuantSpec, head_dim: int) -> tuple[torch.dtype, ...]:
-    return (torch.bfloat16, torch.float16) if k.axis == "channel" and head_dim < 256 else (torch.bfloat16,)
+def _dtypes(spec: CacheSpec) -> list[torch.dtype]:
+    both = (torch.bfloat16, torch.float16) if spec.k.axis == "channel" else (torch.bfloat16,)
+    return [dtype for dtype in both if unsupported(spec, dtype, (9, 0)) is None]
 
 
 def inspect(config: DecodeConfig, arch: str) -> KernelReport:
