@@ -8,6 +8,7 @@ from helpers import Batch, all_specs, i32, make_batch, oracle, relative_error
 
 import foscar
 from foscar.layout import HEAD_DIMS
+from foscar.ops import backend
 
 # Relative error of the output against float64 attention over the dequantised cache. float32's covers scores of about
 # 100, each known to a few units of 100 * 2**-24, on any device and in any order of summation.
@@ -21,6 +22,8 @@ def check(batch: Batch, q: torch.Tensor, bound: float, **options: object) -> tup
     assert got is out
     tokens, lse = (q, lse) if q.dim() == 4 else (q[:, None], lse[:, None])
     got = got if q.dim() == 4 else got[:, None]
+    # Kernels may multiply a query as integers, within 2**-14 of the largest value.
+    rtol, atol = (1e-4, 3e-3) if backend(batch.cache.spec, q.dtype, q.device)[0] == "cuda" else (1e-5, 2e-5)
     assert lse.dtype == torch.float32 and lse.shape == tokens.shape[:-1]
     for b, (k, v) in enumerate(batch.dequantized()):
         want_out, want_lse = oracle(tokens[b], k, v, **options)  # type: ignore[arg-type]
@@ -28,7 +31,7 @@ def check(batch: Batch, q: torch.Tensor, bound: float, **options: object) -> tup
         empty = want_lse == -torch.inf
         assert torch.equal(lse[b] == -torch.inf, empty)
         assert (got[b][empty] == 0).all()
-        assert torch.allclose(lse[b][~empty].double(), want_lse[~empty], rtol=1e-5, atol=2e-5)
+        assert torch.allclose(lse[b][~empty].double(), want_lse[~empty], rtol=rtol, atol=atol)
     return out, lse
 
 

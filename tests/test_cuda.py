@@ -15,7 +15,7 @@ import foscar
 from foscar.cli import app
 from foscar.cuda import compiler, inspect
 from foscar.cuda.compiler import CompileError, compile_cubin
-from foscar.cuda.config import ARCHITECTURES, MAX_TILES, SM_PART_FLOATS, DecodeConfig, unsupported
+from foscar.cuda.config import ARCHITECTURES, CTA_PART_FLOATS, WARP_PART_FLOATS, DecodeConfig, unsupported
 
 pytest.importorskip("cuda.pathfinder", reason="the CUDA wheels are not installed")
 
@@ -97,9 +97,8 @@ def test_16_bit_variants_differ_in_their_type_alone() -> None:
 
 @pytest.mark.parametrize("config", list(inspect.shipped_variants()), ids=lambda config: config.name)
 def test_the_workspace_has_room_for_each_variant(config: DecodeConfig) -> None:
-    cta_floats = 2 * 2 * config.part_floats
-    assert config.warps * config.part_floats + cta_floats <= SM_PART_FLOATS
-    assert config.tiles <= MAX_TILES
+    assert 2 * 2 * config.part_floats <= CTA_PART_FLOATS
+    assert config.warps * config.part_floats <= WARP_PART_FLOATS
 
 
 def test_rows_choose_the_variant() -> None:

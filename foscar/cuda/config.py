@@ -13,10 +13,11 @@ ARCHITECTURES = ("sm_90a",)
 _TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 # Shared memory that a CTA can have on Hopper.
 _SM_SHARED_BYTES = 227 * 1024
-# Channels of a head in blocks of 16, at most; and partial results of an SM, of whichever variant: one for each of 16
-# warps with head_dim 128 or of 8 with 256, and two, with their statistics, for the CTA.
-MAX_TILES = 16
-SM_PART_FLOATS = (16 // 2 + 2 * 2) * MAX_TILES * 128
+# Partial results of an SM, of whichever variant, in blocks of 16 channels: two, with their statistics, for the CTA, and
+# one for each of 16 warps with head_dim 128 or of 8 with 256.
+_MAX_TILES = 16
+CTA_PART_FLOATS = 2 * 2 * _MAX_TILES * 128
+WARP_PART_FLOATS = 16 // 2 * _MAX_TILES * 128
 
 
 def _groups(quant: QuantSpec, head_dim: int) -> int:
@@ -109,9 +110,9 @@ class DecodeConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: `SharedMemory` in decode.cuh."""
-        stages = self.warps * (self.stages * (self.spec.record_bytes + 8) + 32 * 16 + 8 + 8)
+        stages = self.warps * (self.stages * (self.spec.record_bytes + 8) + 32 * 16 + 8 + 3 * 4)
         slots = 2 * self.warps * (4 + 4 + 2 * MAX_ROWS * 4)
-        return -(-(stages + slots + 4) // 128) * 128
+        return -(-(stages + slots) // 128) * 128
 
     def source(self) -> str:
         """Return the translation unit: constants, and an entry without a mangled name."""

@@ -14,7 +14,7 @@ import torch
 
 from foscar._checks import refuse
 from foscar.cuda.compiler import compile_cubin
-from foscar.cuda.config import MAX_ROWS, MAX_TILES, SM_PART_FLOATS, DecodeConfig
+from foscar.cuda.config import CTA_PART_FLOATS, MAX_ROWS, WARP_PART_FLOATS, DecodeConfig
 from foscar.layout import CacheSpec
 
 logger = logging.getLogger("foscar")
@@ -34,9 +34,8 @@ class _Arguments(ctypes.Structure):
         ("exact", ctypes.c_void_p),
         ("lengths", ctypes.c_void_p),
         ("seq_ids", ctypes.c_void_p),
-        ("warp_parts", ctypes.c_void_p),
         ("cta_parts", ctypes.c_void_p),
-        ("arrivals", ctypes.c_void_p),
+        ("warp_parts", ctypes.c_void_p),
         ("q_strides", ctypes.c_int64 * 3),
         ("out_strides", ctypes.c_int64 * 3),
         ("lse_strides", ctypes.c_int64 * 2),
@@ -102,7 +101,7 @@ def _row_block(q: torch.Tensor, spec: CacheSpec) -> tuple[int, int]:
 def launches(
     config: DecodeConfig,
     grid: int,
-    workspace: tuple[int, int],
+    workspace: int,
     q: torch.Tensor,
     pages: torch.Tensor,
     exact: torch.Tensor,
@@ -121,7 +120,6 @@ def launches(
     spec = config.spec
     heads_at_once, tokens_at_once = _row_block(q, spec)
     heads_per_kv = q.shape[2] // spec.num_kv_heads
-    parts, arrivals = workspace
     for token in range(0, q.shape[1], tokens_at_once):
         for head in range(0, heads_per_kv, heads_at_once):
             group = min(heads_at_once, heads_per_kv - head)
@@ -136,9 +134,8 @@ def launches(
                 exact.data_ptr(),
                 lengths.data_ptr(),
                 None if seq_ids is None else seq_ids.data_ptr(),
-                parts,
-                parts + 4 * grid * config.warps * config.part_floats,
-                arrivals,
+                workspace,
+                workspace + 4 * grid * CTA_PART_FLOATS,
                 (ctypes.c_int64 * 3)(*q.stride()[:3]),
                 (ctypes.c_int64 * 3)(*out.stride()[:3]),
                 (ctypes.c_int64 * 2)(*lse.stride()[:2]),
@@ -159,15 +156,15 @@ def launches(
 
 _GRAPHS = -1  # instead of a stream
 _LONGEST_WINDOW = 1 << 30  # more than any sequence has, and far from the ends of a 32-bit integer
-# Partial results and arrival counters, by device and stream.
-_workspaces: dict[tuple[int, int], tuple[int, int]] = {}
+# Partial results, by device and stream.
+_workspaces: dict[tuple[int, int], int] = {}
 
 
-def _workspace(device: int, stream: int) -> tuple[int, int]:
-    """Return where there is room for any variant's partial results, and counters, which every launch leaves at zero.
+def _workspace(device: int, stream: int) -> int:
+    """Return where there is room for any variant's partial results.
 
-    A graph must not allocate it: the counters would be zeroed when that graph is replayed, not when another one is.
-    So the first launch outside a graph allocates that of graphs, too. It is never freed, and not torch's: a pool of
+    Those of CTAs are absent, all ones, between launches. A graph must not allocate it: it would be filled when that
+    graph is replayed, not when another one is. So the first launch outside a graph allocates that of graphs, too. It is never freed, and not torch's: a pool of
     torch's may be that of a graph.
     """
     if torch.cuda.is_current_stream_capturing():
@@ -177,17 +174,17 @@ def _workspace(device: int, stream: int) -> tuple[int, int]:
     elif (device, stream) not in _workspaces:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         for owner in {(device, stream), (device, _GRAPHS)} - _workspaces.keys():
-            _workspaces[owner] = _zeros(4 * sms * SM_PART_FLOATS), _zeros(4 * sms * MAX_TILES)
+            _workspaces[owner] = _ones(4 * sms * (CTA_PART_FLOATS + WARP_PART_FLOATS))
     return _workspaces[device, stream]
 
 
-def _zeros(nbytes: int) -> int:
+def _ones(nbytes: int) -> int:
     from cuda.bindings import driver
 
     result, pointer = driver.cuMemAlloc(nbytes)
     if int(result) != 0:
         raise torch.OutOfMemoryError(f"{nbytes} bytes for the decode kernel's workspace: {result.name}")
-    _check(driver.cuMemsetD8(pointer, 0, nbytes)[0])
+    _check(driver.cuMemsetD8(pointer, 0xFF, nbytes)[0])
     _check(driver.cuCtxSynchronize()[0])  # whatever stream is to use it
     return int(pointer)
 

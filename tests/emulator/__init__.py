@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from foscar.cuda.compiler import KERNELS
-from foscar.cuda.config import MAX_TILES, SM_PART_FLOATS, DecodeConfig
+from foscar.cuda.config import CTA_PART_FLOATS, WARP_PART_FLOATS, DecodeConfig
 from foscar.cuda.decode import launches
 
 HERE = Path(__file__).parent
@@ -41,10 +41,8 @@ def build(source: str, size: int) -> ctypes.CDLL:
 
 def decode_attention(config: DecodeConfig, grid: int, *tensors_and_options: object) -> None:
     """Run a variant on `grid` multiprocessors; the other arguments are those of `foscar.cuda.decode.launches`."""
-    parts = torch.full((grid * SM_PART_FLOATS,), torch.nan)
-    arrivals = torch.zeros(grid * MAX_TILES, dtype=torch.int32)
-    workspace = parts.data_ptr(), arrivals.data_ptr()
-    for arguments in launches(config, grid, workspace, *tensors_and_options):  # type: ignore[arg-type]
+    workspace = torch.full((grid * (CTA_PART_FLOATS + WARP_PART_FLOATS),), -1, dtype=torch.int32)
+    for arguments in launches(config, grid, workspace.data_ptr(), *tensors_and_options):  # type: ignore[arg-type]
         library = build(config.source(), ctypes.sizeof(arguments))
         library.run(ctypes.byref(arguments), grid)
-        assert not arrivals.any(), "counters are zero between launches"
+        assert (workspace[: grid * CTA_PART_FLOATS] == -1).all(), "parts of CTAs are absent between launches"

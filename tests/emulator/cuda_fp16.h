@@ -42,10 +42,6 @@ inline unsigned __float_as_uint(float x) { return bit_cast<unsigned>(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-template <typename T>
-T __ldcg(const T* pointer) {
-  return *pointer;
-}
 
 // The device's division is off by up to two units in the last place, here by one or the other.
 inline float __fdividef(float a, float b) {

@@ -163,6 +163,7 @@ inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) !=
 namespace foscar {
 
 using uint8_t = unsigned char;
+using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
 using int64_t = long long;
@@ -219,11 +220,8 @@ inline void cp_async_wait_all() {
   for (const auto& copy : emulator::fibers[threadIdx.x].copies) copy();
   emulator::fibers[threadIdx.x].copies.clear();
 }
-inline uint32_t atomic_add_acq_rel(uint32_t* address, uint32_t value) {
-  const uint32_t old = *address;
-  *address += value;
-  return old;
-}
+inline float4 ld_relaxed(const float4* source) { return *source; }
+inline void st_relaxed(float4* destination, const float4& value) { *destination = value; }
 
 // Half of a word as a float.
 template <bool kBf16>

@@ -2,8 +2,9 @@
 //
 // Work. Every warp is a worker of its own: it takes an equal run of units (schedule.cuh), keeps its own ring of stages
 // filled by bulk copies, and meets no barrier until it is done. A run may begin or end inside a segment: what a warp
-// has of such a one is a partial result. Those of a CTA are merged through shared memory, tile by tile; what reaches
-// beyond the CTA goes through global memory to the warp that arrives last at a tile's counter.
+// has of such a one is a partial result. Those of a CTA are merged through shared memory, tile by tile. What reaches
+// beyond the CTA goes through global memory to the last CTA of its segment, which awaits it: CTAs are started in order,
+// so that those before it have been.
 //
 // Products. Codes enter the tensor cores as they lie: K of one group as unsigned bytes, all others as subnormals of
 // fp16, or of bf16 for channel-wise K (query.cuh, page.cuh). Both products are transposed, S^T = K q^T and O^T = V^T
@@ -19,6 +20,10 @@
 
 namespace foscar {
 
+struct Ctas {
+  uint16_t first, last;
+};
+
 template <typename Config>
 struct alignas(128) SharedMemory {
   static constexpr int kSlots = 2 * Config::kWarps;  // a warp's first and last partial result
@@ -29,9 +34,10 @@ struct alignas(128) SharedMemory {
   Unit units[Config::kWarps][kUnits];
   Cursor<Config> cursors[Config::kWarps];
   int first[Config::kWarps], begin[Config::kWarps];  // units: first of a warp's, and of the segment that it is at
-  int segments[kSlots], segment_begin[kSlots];       // the segment, -1 for none, and its first unit
+  unsigned quota[Config::kWarps];                    // units of a CTA, for each to read
+  int segments[kSlots];                              // -1: none
+  Ctas ctas[kSlots];                                 // that have units of the segment
   float max[kSlots][kRows], sum[kSlots][kRows];
-  unsigned quota;  // units of a CTA
   static_assert(sizeof(stages[0]) >= Shape<Config>::kPartVectors * sizeof(float4), "a partial result fits");
 };
 
@@ -41,67 +47,72 @@ __device__ __forceinline__ float4* spilled_part(const DecodeArguments& args, int
   return args.warp_parts + (static_cast<int64_t>(blockIdx.x) * Config::kWarps + warp) * Shape<Config>::kPartVectors;
 }
 
-// What the warps of a CTA left in its slots, merged and handed on. A warp takes a segment's tiles, 32 lanes of them at
-// a time.
+// What the warps of a CTA left in its slots, merged and handed on. A warp takes 64 channels of all rows of a segment at
+// a time, or 32.
 template <typename Config>
 __device__ __forceinline__ void merge_partial_results(const DecodeArguments& args, SharedMemory<Config>& smem) {
   using S = Shape<Config>;
-  constexpr int kLanes = S::kPartLanes, kItemTiles = 32 / kLanes, kItems = S::kTiles / kItemTiles;
+  constexpr int kColumns = S::kPartLanes / 8;        // pairs of rows
+  constexpr int kItems = 2 * S::kPartVectors / 32;  // of a segment
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int mine = lane < SharedMemory<Config>::kSlots ? smem.segments[lane] : -1;
   // The slots of a segment are neighbours, but for empty ones.
   const unsigned taken = __ballot_sync(kAllLanes, mine >= 0), before = taken & ((1u << lane) - 1);
   const int previous = __shfl_sync(kAllLanes, mine, before ? 31 - __clz(before) : lane);
   const unsigned leaders = __ballot_sync(kAllLanes, mine >= 0 && (before == 0 || previous != mine));
-  const int part_lane = lane % kLanes, column = kLanes == 16 ? lane % 2 * 2 : lane % 4 * 2;
-  const int g = part_lane / (kLanes / 8);
+  // The last segment comes first: another CTA may wait for it, while the first may have to wait for another CTA.
 #pragma unroll 1
-  for (int item = warp; item < __popc(leaders) * kItems; item += Config::kWarps) {
+  for (int item = __popc(leaders) * kItems - 1 - warp; item >= 0; item -= Config::kWarps) {
     unsigned rest = leaders;
     for (int i = item / kItems; i > 0; --i) rest &= rest - 1;
     const int leader = __ffs(rest) - 1;
     rest &= rest - 1;
     const unsigned slots = rest ? taken & ((1u << (__ffs(rest) - 1)) - 1) : taken;
-    const int segment = smem.segments[leader];
-    const int tile = item % kItems * kItemTiles + lane / kLanes;
-    const int place = tile * kLanes + part_lane;
+    const int pair = item % kItems * 32 + lane;  // of channels g and g + 8 of a row: a half of a vector
+    const int vector = pair / 2, col = pair % 2, c = vector % kColumns, g = vector / kColumns % 8;
+    const int row = 2 * c + col;
 
     // All warps but a segment's last have it in their second slot.
-    const int last_slot = 31 - __clz(slots);
-    float4 o;
-    Statistics state = merge_parts(last_slot / 2 - leader / 2 + 1, o, [&](int i) -> Part {
-      const int slot = min((leader / 2 + i) * 2 + 1, last_slot);
-      const float2 max = *reinterpret_cast<const float2*>(smem.max[slot] + column);
-      const float2 sum = *reinterpret_cast<const float2*>(smem.sum[slot] + column);
-      const float4* const part =
-          slot % 2 ? reinterpret_cast<const float4*>(smem.stages[slot / 2]) : spilled_part<Config>(args, slot / 2);
-      return {part[place], {max.x, max.y, sum.x, sum.y}};
+    const int first_warp = leader / 2, last_slot = 31 - __clz(slots);
+    Part merged = {{0.f, 0.f}, kNoMax, 0.f};
+    merge_parts(merged, last_slot / 2 - first_warp + 1, [&](Part (&parts)[kPartsAtOnce], int first) {
+#pragma unroll
+      for (int i = 0; i < kPartsAtOnce; ++i) {
+        const int slot = min((first_warp + first + i) * 2 + 1, last_slot);
+        const float4* const its =
+            slot % 2 ? reinterpret_cast<const float4*>(smem.stages[slot / 2]) : spilled_part<Config>(args, slot / 2);
+        const float* const o = reinterpret_cast<const float*>(its + vector) + col;
+        parts[i] = {{o[0], o[2]}, smem.max[slot][row], smem.sum[slot][row]};
+      }
     });
 
-    const int b = segment / Config::kKVHeads;
-    const int begin = smem.segment_begin[leader], last = begin + visible_keys<Config>(args, b).units() - 1;
-    const int first_cta = small_quotient(begin, smem.quota), parts = small_quotient(last, smem.quota) - first_cta + 1;
-    if (parts > 1) {
-      // Of a segment's CTAs, the first leaves its part in its second place, the others in their first.
-      auto part = [&](int i) {
-        const int64_t cta = 2 * static_cast<int64_t>(first_cta + i) + (i == 0);
-        return args.cta_parts + (cta * S::kTiles + tile) * 2 * kLanes + part_lane;
-      };
-      float4* const own = part(blockIdx.x - first_cta);
-      own[0] = o;
-      own[kLanes] = {state.max[0], state.max[1], state.sum[0], state.sum[1]};
-      __syncwarp();
-      bool is_last = false;
-      if (lane == 0) {
-        uint32_t* const arrivals = args.arrivals + first_cta * S::kTiles + item % kItems;
-        is_last = atomic_add_acq_rel(arrivals, 1) == static_cast<uint32_t>(parts - 1);
-        if (is_last) *arrivals = 0;  // for the next launch
-      }
-      if (!__shfl_sync(kAllLanes, is_last, 0)) continue;
-      __syncwarp();
-      state = merge_parts(parts, o, [&](int i) -> Part { return {__ldcg(part(i)), __ldcg(part(i) + kLanes)}; });
+    // Of a segment's CTAs, the first leaves its part in its second place, the others in their first.
+    const Ctas ctas = smem.ctas[leader];
+    auto part_of = [&](int cta) {
+      const int64_t which = 2 * static_cast<int64_t>(cta) + (cta == ctas.first);
+      return args.cta_parts + which * (2 * S::kPartVectors) + pair;
+    };
+    if (blockIdx.x < ctas.last) {
+      store_part(part_of(blockIdx.x), merged);
+      continue;
     }
-    Output<Config>(args, segment, state, column, tile == 0 && g == 0).write(tile, g, o);
+    merge_parts(merged, ctas.last - ctas.first, [&](Part (&parts)[kPartsAtOnce], int first) {
+      bool absent;
+      do {
+        absent = false;
+#pragma unroll
+        for (int i = 0; i < kPartsAtOnce; ++i) {
+          parts[i] = load_part(part_of(min(ctas.first + first + i, ctas.last - 1)));
+          absent |= is_absent(parts[i]);
+        }
+      } while (__any_sync(kAllLanes, absent));
+      const float ones = __uint_as_float(kAbsent);  // for the next launch
+#pragma unroll
+      for (int i = 0; i < kPartsAtOnce; ++i)
+        store_part(part_of(min(ctas.first + first + i, ctas.last - 1)), {{ones, ones}, ones, ones});
+    });
+    const Output<Config> output(args, smem.segments[leader], row, merged.max, merged.sum, pair < 2 * kColumns);
+    output.write(vector / S::kPartLanes, g, merged.o[0], merged.o[1]);
   }
 }
 
@@ -124,9 +135,9 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
 
-  const int total = count_units<Config>(args);
+  const Units first_units = Cursor<Config>{0, 0}.load(args);
+  const int total = count_units<Config>(args, first_units);
   const unsigned quota = cta_quota<Config>(args, total);
-  if (threadIdx.x == 0) smem.quota = quota;
   const int cta_first = blockIdx.x * quota;
   if (cta_first >= total) return;
   const Share share = warp_share<Config>(cta_first, min(static_cast<int>(quota), total - cta_first), warp);
@@ -134,12 +145,11 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
 
   // Units are looked up by a lane each, long before they are needed: what is loaded queues behind the records in
   // flight.
-  if (lane == 0) smem.cursors[warp] = {0, 0}, smem.first[warp] = share.first;
+  if (lane == 0) smem.first[warp] = share.first, smem.quota[warp] = quota;
   __syncwarp();
-  auto look_up = [&](unsigned start, int units) {
-    const bool asks = lane < units && start + lane < count;
-    Cursor<Config> cursor = smem.cursors[warp];
-    Unit unit = cursor.find(args, smem.first[warp] + start + lane, asks);
+  auto look_up = [&](Cursor<Config> cursor, Units units, unsigned start, int number) {
+    const bool asks = lane < number && start + lane < count;
+    Unit unit = cursor.find(args, units, smem.first[warp] + start + lane, asks);
     if (lane == 0) smem.cursors[warp] = cursor;
     if (asks) {
       const int b = unit.segment / Config::kKVHeads;
@@ -166,8 +176,10 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       cp_async_wait_all();
       __syncwarp();
     }
-    if (i % (kUnits / 2) == Config::kStages && i > kUnits / 2)  // the half of the table before this one has been used
-      look_up(i - Config::kStages + kUnits / 2, kUnits / 2);
+    if (i % (kUnits / 2) == Config::kStages && i > kUnits / 2) {  // the half of the table before this one has been used
+      const Cursor<Config> cursor = smem.cursors[warp];
+      look_up(cursor, cursor.load(args), i - Config::kStages + kUnits / 2, kUnits / 2);
+    }
     const Unit unit = smem.units[warp][i % kUnits];
     const uint32_t barrier = smem_address(&smem.full[warp][stage]);
     if (Config::kExact && unit.position == Unit::kExact) {
@@ -183,7 +195,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       }
     }
   };
-  look_up(0, kUnits);
+  look_up({0, 0}, first_units, 0, kUnits);
   __syncwarp();
 
   State<Config> state;
@@ -192,20 +204,27 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     const int column = 2 * (lane % 4), g = lane / 4;
     const bool has_rows = column < S::kRowMask;
     const int first = smem.first[warp], stop = first + static_cast<int>(count);
-    if (begin >= first && begin + visible_keys<Config>(args, segment / Config::kKVHeads).units() <= stop) {
+    const int end = begin + visible_keys<Config>(args, segment / Config::kKVHeads).units();
+    if (begin >= first && end <= stop) {
       if (!has_rows) return;
-      const Output<Config> output(args, segment, {{state.max[0], state.max[1]}, {state.sum[0], state.sum[1]}}, column,
-                                  g == 0);
 #pragma unroll
-      for (int t = 0; t < S::kTiles; ++t)
-        output.write(t, g, {state.o[t][0], state.o[t][1], state.o[t][2], state.o[t][3]});
+      for (int col = 0; col < 2; ++col) {
+        const Output<Config> output(args, segment, column + col, state.max[col], state.sum[col], g == 0);
+#pragma unroll
+        for (int t = 0; t < S::kTiles; ++t) output.write(t, g, state.o[t][col], state.o[t][col + 2]);
+      }
       return;
     }
     // The last partial result may take the warp's stages; an earlier one, while they are in use, goes to global memory.
     const int slot = 2 * warp + is_last;
     float4* const part = is_last ? reinterpret_cast<float4*>(smem.stages[warp]) : spilled_part<Config>(args, warp);
     __syncwarp();
-    if (lane == 0) smem.segments[slot] = segment, smem.segment_begin[slot] = begin;
+    if (lane == 0) {
+      smem.segments[slot] = segment;
+      const unsigned quota = smem.quota[warp];
+      smem.ctas[slot] = {static_cast<uint16_t>(small_quotient(begin, quota)),
+                         static_cast<uint16_t>(small_quotient(end - 1, quota))};
+    }
     if (!has_rows) return;
 #pragma unroll
     for (int t = 0; t < S::kTiles; ++t)
@@ -220,9 +239,10 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     __syncwarp();  // all have done with the last segment
     if (lane == 0) smem.begin[warp] = smem.first[warp] + i - smem.units[warp][i % kUnits].index;
     const QueryRuns<Config> runs(args, smem.units[warp][i % kUnits].segment);
-    if (i == 0)
-      for (unsigned j = 0; j < min(count, Config::kStages); ++j) fetch(j, j);
+    if (i == 0) fetch(0, 0);
     const Query<Config> query(args, runs);
+    if (i == 0)  // not before all warps have asked for their first
+      for (unsigned j = 1; j < min(count, Config::kStages); ++j) fetch(j, j);
     state.clear();
     do {
       const unsigned round = i / Config::kStages, stage = i - round * Config::kStages;

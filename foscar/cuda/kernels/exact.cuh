@@ -76,7 +76,7 @@ __device__ __forceinline__ void attend_exact(const DecodeArguments& args, const 
     if (is_hidden<Config>(args, visible, 2 * c + col, block.position + g, block.position, block.position + block.count))
       s[col] = -CUDART_INF_F;
   }
-  if (__any_sync(kAllLanes, s[0] > kMostRaised || s[1] > kMostRaised || state.any_fresh())) {
+  if (state.any_fresh || __any_sync(kAllLanes, s[0] > kMostRaised || s[1] > kMostRaised)) {
     const float2 rise = state.raise({s[0], s[1]});
     s[0] -= rise.x, s[1] -= rise.y;
   }

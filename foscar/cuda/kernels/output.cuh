@@ -1,98 +1,94 @@
 // From partial results to the output.
 //
-// Partial results are kept as they lie in accumulators: a float4 for each lane and 16-channel tile, of rows 2c and
-// 2c + 1 and channels 16 t + g and 16 t + 8 + g.
+// A warp's partial result is kept as it lies in accumulators: a float4 for each lane and 16-channel tile, of rows 2c and
+// 2c + 1 and channels 16 t + g and 16 t + 8 + g. When results are merged, a lane takes the two channels of a row.
 #pragma once
 
 #include "page.cuh"
 
 namespace foscar {
 
-// Maxima and sums of a lane's two columns; a sum of 0: no token was seen.
-struct Statistics {
-  float max[2], sum[2];
-};
-
-// A lane's part of a partial result.
+// Two channels of a partial result, and their row's statistics. A sum of 0: no token was seen.
 struct Part {
-  float4 o, statistics;
+  float o[2], max, sum;
 };
 
-// Merges `count` partial results. Eight are on their way at a time.
-template <typename Load>
-__device__ __forceinline__ Statistics merge_parts(int count, float4& o, Load load) {
-  constexpr int kBatch = 8;
-  Statistics state = {{kNoMax, kNoMax}, {0.f, 0.f}};
-  o = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 1
-  for (int first = 0; first < count; first += kBatch) {
-    Part parts[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) parts[i] = load(min(first + i, count - 1));
-#pragma unroll
-    for (int i = 1; i < kBatch; ++i)
-      if (first + i >= count) parts[i].statistics = {kNoMax, kNoMax, 0.f, 0.f};
-    float top[2] = {state.max[0], state.max[1]};
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      top[0] = fmaxf(top[0], parts[i].statistics.x), top[1] = fmaxf(top[1], parts[i].statistics.y);
-    const float keep[2] = {ex2(state.max[0] - top[0]), ex2(state.max[1] - top[1])};
-    o.x *= keep[0], o.y *= keep[1], o.z *= keep[0], o.w *= keep[1];
-#pragma unroll
-    for (int col = 0; col < 2; ++col) state.max[col] = top[col], state.sum[col] *= keep[col];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const float4 more = parts[i].o, its = parts[i].statistics;
-      const float take[2] = {ex2(its.x - top[0]), ex2(its.y - top[1])};
-      state.sum[0] = fmaf(its.z, take[0], state.sum[0]), state.sum[1] = fmaf(its.w, take[1], state.sum[1]);
-      o.x = fmaf(more.x, take[0], o.x), o.y = fmaf(more.y, take[1], o.y);
-      o.z = fmaf(more.z, take[0], o.z), o.w = fmaf(more.w, take[1], o.w);
-    }
-  }
-  return state;
+__device__ __forceinline__ Part load_part(const float4* source) {
+  const float4 words = ld_relaxed(source);
+  return {{words.x, words.y}, words.z, words.w};
+}
+__device__ __forceinline__ void store_part(float4* destination, const Part& part) {
+  st_relaxed(destination, {part.o[0], part.o[1], part.max, part.sum});
 }
 
-// Where a lane writes what it has of a segment, and what numerators are multiplied by.
-template <typename Config>
-struct Output {
-  typename Config::T* row[2];  // null: no such row
-  float factor[2];
+// What is not there yet is all ones, a NaN that no instruction makes. Any of the four words may come last.
+__device__ __forceinline__ bool is_absent(const Part& part) {
+  return __float_as_uint(part.o[0]) == kAbsent || __float_as_uint(part.o[1]) == kAbsent ||
+         __float_as_uint(part.max) == kAbsent || __float_as_uint(part.sum) == kAbsent;
+}
 
-  // Lets sink logits into the sums; one lane of a row's writes its log-sum-exp.
-  __device__ __forceinline__ Output(const DecodeArguments& args, int segment, Statistics state, int column,
-                                    bool writes_lse) {
-    const int b = segment / Config::kKVHeads;
+// Merges `count` more partial results into one, kPartsAtOnce at a time: `load` loads those that follow a number, the
+// last one again where there is none.
+constexpr int kPartsAtOnce = 8;
+template <typename Load>
+__device__ __forceinline__ void merge_parts(Part& merged, int count, Load load) {
+#pragma unroll 1
+  for (int first = 0; first < count; first += kPartsAtOnce) {
+    Part parts[kPartsAtOnce];
+    load(parts, first);
 #pragma unroll
-    for (int col = 0; col < 2; ++col) {
-      row[col] = nullptr;
-      if (column + col >= args.q_len * args.group) continue;
-      const Row which(args, column + col);
-      const int head = segment % Config::kKVHeads * args.heads_per_kv + which.head;
-      float max = state.max[col], sum = state.sum[col];
-      float lse = -CUDART_INF_F;
-      factor[col] = sum == 0.f ? 0.f : __fdividef(1.f, sum);  // NaN stays NaN
-      if (sum != 0.f) {
-        if (args.sinks) {
-          const float sink = args.sinks[head] * kLog2e, raised = fmaxf(max, sink), keep = ex2(max - raised);
-          sum = fmaf(sum, keep, ex2(sink - raised));
-          factor[col] = __fdividef(keep, sum);
-          max = raised;
-        }
-        lse = (max + lg2(sum)) * kLn2;
-      }
-      if (writes_lse) args.lse[b * args.lse_strides[0] + which.token * args.lse_strides[1] + head] = lse;
-      row[col] = static_cast<typename Config::T*>(args.out) + b * args.out_strides[0] +
-                 which.token * args.out_strides[1] + head * args.out_strides[2];
+    for (int i = 1; i < kPartsAtOnce; ++i)
+      if (first + i >= count) parts[i].max = kNoMax, parts[i].sum = 0.f;
+    float top = merged.max;
+#pragma unroll
+    for (const Part& part : parts) top = fmaxf(top, part.max);
+    const float keep = ex2(merged.max - top);
+    merged.max = top;
+    merged.sum *= keep, merged.o[0] *= keep, merged.o[1] *= keep;
+#pragma unroll
+    for (const Part& part : parts) {
+      const float take = ex2(part.max - top);
+      merged.sum = fmaf(part.sum, take, merged.sum);
+      merged.o[0] = fmaf(part.o[0], take, merged.o[0]), merged.o[1] = fmaf(part.o[1], take, merged.o[1]);
     }
   }
+}
 
-  __device__ __forceinline__ void write(int tile, int g, const float4& o) const {
+// Where a row of a segment's output goes, and what numerators are multiplied by.
+template <typename Config>
+struct Output {
+  typename Config::T* row;  // null: no such row
+  float factor;
+
+  // Lets a sink logit into the sum; whoever is asked to writes the log-sum-exp.
+  __device__ __forceinline__ Output(const DecodeArguments& args, int segment, int index, float max, float sum,
+                                    bool writes_lse)
+      : row(nullptr) {
+    if (index >= args.q_len * args.group) return;
+    const int b = segment / Config::kKVHeads;
+    const Row which(args, index);
+    const int head = segment % Config::kKVHeads * args.heads_per_kv + which.head;
+    float lse = -CUDART_INF_F;
+    factor = sum == 0.f ? 0.f : __fdividef(1.f, sum);  // NaN stays NaN
+    if (sum != 0.f) {
+      if (args.sinks) {
+        const float sink = args.sinks[head] * kLog2e, raised = fmaxf(max, sink), keep = ex2(max - raised);
+        sum = fmaf(sum, keep, ex2(sink - raised));
+        factor = __fdividef(keep, sum);
+        max = raised;
+      }
+      lse = (max + lg2(sum)) * kLn2;
+    }
+    if (writes_lse) args.lse[b * args.lse_strides[0] + which.token * args.lse_strides[1] + head] = lse;
+    row = static_cast<typename Config::T*>(args.out) + b * args.out_strides[0] + which.token * args.out_strides[1] +
+          head * args.out_strides[2];
+  }
+
+  // Channels g and g + 8 of a tile.
+  __device__ __forceinline__ void write(int tile, int g, float low, float high) const {
     using T = typename Config::T;
-    const int channel = 16 * tile + g;
-    if (row[0])
-      row[0][channel] = static_cast<T>(o.x * factor[0]), row[0][channel + 8] = static_cast<T>(o.z * factor[0]);
-    if (row[1])
-      row[1][channel] = static_cast<T>(o.y * factor[1]), row[1][channel + 8] = static_cast<T>(o.w * factor[1]);
+    if (!row) return;
+    row[16 * tile + g] = static_cast<T>(low * factor), row[16 * tile + g + 8] = static_cast<T>(high * factor);
   }
 };
 

@@ -29,10 +29,10 @@ struct State {
   float max[2], sum[2];               // of columns 2c and 2c + 1; the sum is of this lane's tokens only
   float offset[Config::kVGroups][2];  // sums of p times offset, of this lane's tokens; not used if V is channel-wise
   bool in_values;                     // of o; without exact tokens it is not until the end
+  bool any_fresh;                     // in the warp
 
   // A maximum of -0 is none: no token has been seen yet.
   __device__ __forceinline__ bool is_fresh(int col) const { return __float_as_uint(max[col]) == 0x80000000u; }
-  __device__ __forceinline__ bool any_fresh() const { return is_fresh(0) || is_fresh(1); }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -41,6 +41,7 @@ struct State {
       map(col, [](float) { return 0.f; });
     }
     in_values = false;
+    any_fresh = true;
   }
 
   // Replaces all that a column has, but for its maximum.
@@ -72,6 +73,7 @@ struct State {
       max[col] = raised;
       map(col, [&](float x) { return x * factor; });
     }
+    any_fresh = __any_sync(kAllLanes, is_fresh(0) || is_fresh(1));
     return {rise[0], rise[1]};
   }
 
@@ -365,7 +367,7 @@ __device__ __forceinline__ void attend_pass(const DecodeArguments& args, const u
     }
     return !__hble2(top, __float2half2_rn(kMostScaled));
   };
-  if (__any_sync(kAllLanes, exponentiate() || state.any_fresh())) {
+  if (state.any_fresh || __any_sync(kAllLanes, exponentiate())) {
     float scales[kTokens];
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) scales[i] = Config::kVChannelWise ? 1.f : 0.f;
@@ -403,7 +405,11 @@ __device__ __forceinline__ void attend_pass(const DecodeArguments& args, const u
     for (int i = 0; i < kTokens; ++i) {
       p[j][i / 2][i % 2] = movmatrix_trans(to_bits(scaled[j][i]));
       // The rows of columns 4 to 7 are those of columns 0 to 3, their tokens the page's second half.
-      if constexpr (Config::kHalves) p[j][i / 2 + 2][i % 2] = __shfl_xor_sync(kAllLanes, p[j][i / 2][i % 2], 16);
+      // Nothing is asked of those columns then: zeros take the least power.
+      if constexpr (Config::kHalves) {
+        p[j][i / 2 + 2][i % 2] = __shfl_xor_sync(kAllLanes, p[j][i / 2][i % 2], 16);
+        if (lane >= 16) p[j][i / 2][i % 2] = p[j][i / 2 + 2][i % 2] = 0;
+      }
     }
   add_values(state, record, p, pass);
 }

@@ -5,6 +5,7 @@
 namespace foscar {
 
 using uint8_t = unsigned char;
+using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
 using int64_t = long long;
@@ -53,12 +54,21 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Parallel Synchronization and Communication Instructions: atom.add, releasing what came before and acquiring what
-// others released; returns the old value
-__device__ __forceinline__ uint32_t atomic_add_acq_rel(uint32_t* address, uint32_t value) {
-  uint32_t old;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");
-  return old;
+// Data Movement and Conversion Instructions: ld.relaxed; each word is read once, as some CTA of the GPU left it
+__device__ __forceinline__ float4 ld_relaxed(const float4* source) {
+  float4 value;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(source)
+               : "memory");
+  return value;
+}
+
+// Data Movement and Conversion Instructions: st.relaxed; each word is written once, for all CTAs of the GPU
+__device__ __forceinline__ void st_relaxed(float4* destination, const float4& value) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "f"(value.x), "f"(value.y),
+               "f"(value.z), "f"(value.w)
+               : "memory");
 }
 
 // Data Movement and Conversion Instructions: cp.async.bulk, of bytes that are not read again: they leave L2 first

@@ -90,37 +90,43 @@ struct Unit {
   static constexpr int kExact = -1, kNothing = -2;
 };
 
+// Units of one head of this lane's sequence, and the sum of those of this and all lanes before.
+struct Units {
+  int own, sum;
+  __device__ __forceinline__ int total(const DecodeArguments& args) const {
+    return __shfl_sync(kAllLanes, sum, min(args.batch, 32) - 1);
+  }
+};
+
 // A warp's view of the sequences, 32 at a time, a lane each.
 template <typename Config>
 struct Cursor {
   int first, before;  // sequence of lane 0, and the units of one head of those before it
 
-  // Units of one head of this lane's sequence, and the sum of those of this and all lanes before.
-  struct Units {
-    int own, sum;
-  };
   __device__ __forceinline__ Units load(const DecodeArguments& args) const {
     const int lane = threadIdx.x % 32;
     const int own = first + lane < args.batch ? visible_keys<Config>(args, first + lane).units() : 0;
     int sum = own;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
+#pragma unroll 1
+    for (int d = 1; d < min(args.batch, 32); d *= 2) {  // as many lanes as are looked at
       const int more = __shfl_up_sync(kAllLanes, sum, d);
       if (lane >= d) sum += more;
     }
     return {own, sum};
   }
 
-  // Finds the unit that each lane asks for; `wanted` must not be before any that was asked for earlier.
-  __device__ __forceinline__ Unit find(const DecodeArguments& args, int wanted, bool asks) {
+  // Finds the unit that each lane asks for, beginning with what was loaded last; `wanted` must not be before any that
+  // was asked for earlier.
+  __device__ __forceinline__ Unit find(const DecodeArguments& args, Units units, int wanted, bool asks) {
     Unit unit = {-1, -1, Unit::kNothing, 0};
     while (true) {
-      const Units units = load(args);
-      const int after = before + __shfl_sync(kAllLanes, units.sum, 31);
+      const int after = before + units.total(args);
       int i = 0;  // lanes whose sequences end at or before the wanted unit
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2)
+#pragma unroll 1
+      for (int step = 16; step > 0; step /= 2) {
+        if (step >= args.batch) continue;
         if ((before + __shfl_sync(kAllLanes, units.sum, i + step - 1)) * Config::kKVHeads <= wanted) i += step;
+      }
       const int own = __shfl_sync(kAllLanes, units.own, i);
       const int its_before = before + __shfl_sync(kAllLanes, units.sum, i) - own;
       if (asks && wanted < after * Config::kKVHeads) {
@@ -132,18 +138,23 @@ struct Cursor {
       if (!__any_sync(kAllLanes, asks)) return unit;
       first += 32;
       before = after;
+      units = load(args);
     }
   }
 };
 
-// Units of all heads of all sequences.
+// Units of all heads of all sequences; those of the first 32 are known.
 template <typename Config>
-__device__ __forceinline__ int count_units(const DecodeArguments& args) {
-  int total = 0;
+__device__ __forceinline__ int count_units(const DecodeArguments& args, Units units) {
+  int total = units.total(args);
+  if (args.batch > 32) {
+    int more = 0;
 #pragma unroll 1
-  for (int b = threadIdx.x % 32; b < args.batch; b += 32) total += visible_keys<Config>(args, b).units();
+    for (int b = 32 + threadIdx.x % 32; b < args.batch; b += 32) more += visible_keys<Config>(args, b).units();
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2) total += __shfl_xor_sync(kAllLanes, total, d);
+    for (int d = 1; d < 32; d *= 2) more += __shfl_xor_sync(kAllLanes, more, d);
+    total += more;
+  }
   return total * Config::kKVHeads;
 }
 
@@ -153,13 +164,13 @@ template <typename Config>
 __device__ __forceinline__ unsigned cta_quota(const DecodeArguments& args, unsigned total) {
   const unsigned share = ceil_div(total, gridDim.x), least = max(share, kLeastQuota);
   const unsigned most = ceil_div(share, static_cast<unsigned>(Config::kWarps)) * Config::kWarps;
-  const unsigned segment = total / (args.batch * Config::kKVHeads);
+  const unsigned segment = small_quotient(total, args.batch * Config::kKVHeads);
   unsigned aligned;
   if (segment >= least) {
-    const unsigned parts = segment / least;
-    aligned = ceil_div(segment, parts);
+    const unsigned parts = small_quotient(segment, least);
+    aligned = small_quotient(segment + parts - 1, parts);
   } else {
-    aligned = ceil_div(least, segment) * segment;
+    aligned = small_quotient(least + segment - 1, segment) * segment;
   }
   return aligned <= most ? aligned : least;
 }

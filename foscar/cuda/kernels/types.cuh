@@ -19,6 +19,7 @@ constexpr float kLeastQuery = 1e-30f;  // of a row's largest magnitude, so that 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kCodeUnit = 16777216.f;  // 2^24, the inverse of the smallest fp16 subnormal
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr uint32_t kAbsent = 0xffffffffu;  // a word that another CTA has not written yet
 
 struct DecodeArguments {
   const void* q;           // [batch, q_len, num_q_heads, head_dim], rows contiguous and 16-byte aligned
@@ -31,9 +32,8 @@ struct DecodeArguments {
   const void* exact;       // [max_seqs, num_kv_heads, 2, sink_tokens + ring_tokens, head_dim]
   const int* lengths;      // [max_seqs, 2]: where the ring begins, and where it ends
   const int* seq_ids;      // [batch] or null: the sequence itself
+  float4* cta_parts;       // [grid, 2, 2 * kPartVectors], kAbsent between launches
   float4* warp_parts;      // [grid, warps, kPartVectors]
-  float4* cta_parts;       // [grid, 2, kTiles, 2, kPartLanes]
-  uint32_t* arrivals;      // [grid, kTiles], zero between launches
   int64_t q_strides[3];    // batch, token, head; in elements
   int64_t out_strides[3];
   int64_t lse_strides[2];  // batch, token
