@@ -12,9 +12,11 @@ import hashlib
 import importlib.metadata
 import io
 import os
+import threading
 from pathlib import Path
 
 KERNELS = Path(__file__).parent / "kernels"
+_importing = threading.Lock()  # another thread may see cuda.core half imported
 _PACKAGES = ("cuda-core", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime")
 
 
@@ -60,9 +62,10 @@ def compile_cubin(source: str, arch: str, name: str) -> bytes:
     CompileError
         If NVRTC refuses the source.
     """
-    import cuda.pathfinder
-    from cuda.core import Program, ProgramOptions
-    from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
+    with _importing:
+        import cuda.pathfinder
+        from cuda.core import Program, ProgramOptions
+        from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
 
     headers = cuda.pathfinder.find_nvidia_header_directory("cudart")
     options = ProgramOptions(arch=arch, std="c++17", include_path=[str(KERNELS), headers], name=f"{name}.cu")

@@ -35,6 +35,7 @@ def build(source: str, size: int) -> ctypes.CDLL:
         entry = _ENTRY.replace("SIZE", str(size))
         (Path(folder) / "kernel.cc").write_text(source.split('extern "C"')[0] + entry)
         options = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-shared", "-I."]
+        options += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # which a GPU insists on, too
         subprocess.run([COMPILER or "g++", *options, "kernel.cc", "-o", "kernel.so"], cwd=folder, check=True)
         return ctypes.CDLL(str(Path(folder) / "kernel.so"))
 

@@ -17,13 +17,13 @@ using std::max;
 using std::min;
 inline unsigned min(unsigned a, int b) { return std::min(a, static_cast<unsigned>(b)); }
 
-struct uint2 {
+struct alignas(8) uint2 {
   unsigned x, y;
 };
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
-struct float2 {
+struct alignas(8) float2 {
   float x, y;
 };
 struct alignas(16) float4 {

@@ -4,6 +4,7 @@
 
 #include <ucontext.h>
 
+#include <climits>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -37,7 +38,7 @@ struct Meeting {
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
-  bool done = false;
+  bool done = false, waited = false;  // waited: for earlier launches
   const char* waits_for = "";
   std::vector<std::function<void()>> copies;  // cp.async
 };
@@ -182,7 +183,7 @@ inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
 }
 inline void fence_mbarrier_init() {}
 inline void compiler_fence() {}
-inline void griddepcontrol_wait() {}
+inline void griddepcontrol_wait() { emulator::fibers[threadIdx.x].waited = true; }
 inline void griddepcontrol_launch_dependents() {}
 
 inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
@@ -221,6 +222,11 @@ inline void cp_async_wait_all() {
   emulator::fibers[threadIdx.x].copies.clear();
 }
 inline float4 ld_relaxed(const float4* source) { return *source; }
+// What earlier launches may still change is something else in most CTAs.
+inline int ld_relaxed(const int* source) {
+  const int other[] = {*source, *source + 77, -12345, INT_MAX};
+  return emulator::fibers[threadIdx.x].waited ? *source : other[blockIdx.x % 4];
+}
 inline void st_relaxed(float4* destination, const float4& value) { *destination = value; }
 
 // Half of a word as a float.

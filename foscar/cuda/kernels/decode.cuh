@@ -32,12 +32,12 @@ struct alignas(128) SharedMemory {
   uint8_t stages[Config::kWarps][Config::kStages][Config::kRecordBytes];  // and a warp's last partial result
   uint64_t full[Config::kWarps][Config::kStages];
   Unit units[Config::kWarps][kUnits];
+  float max[kSlots][kRows], sum[kSlots][kRows];
   Cursor<Config> cursors[Config::kWarps];
   int first[Config::kWarps], begin[Config::kWarps];  // units: first of a warp's, and of the segment that it is at
   unsigned quota[Config::kWarps];                    // units of a CTA, for each to read
   int segments[kSlots];                              // -1: none
   Ctas ctas[kSlots];                                 // that have units of the segment
-  float max[kSlots][kRows], sum[kSlots][kRows];
   static_assert(sizeof(stages[0]) >= Shape<Config>::kPartVectors * sizeof(float4), "a partial result fits");
 };
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ float4* spilled_part(const DecodeArguments& args, int
 template <typename Config>
 __device__ __forceinline__ void merge_partial_results(const DecodeArguments& args, SharedMemory<Config>& smem) {
   using S = Shape<Config>;
-  constexpr int kColumns = S::kPartLanes / 8;        // pairs of rows
+  constexpr int kColumns = S::kPartLanes / 8;       // pairs of rows
   constexpr int kItems = 2 * S::kPartVectors / 32;  // of a segment
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int mine = lane < SharedMemory<Config>::kSlots ? smem.segments[lane] : -1;
@@ -64,27 +64,30 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
 #pragma unroll 1
   for (int item = __popc(leaders) * kItems - 1 - warp; item >= 0; item -= Config::kWarps) {
     unsigned rest = leaders;
+#pragma unroll 1
     for (int i = item / kItems; i > 0; --i) rest &= rest - 1;
     const int leader = __ffs(rest) - 1;
     rest &= rest - 1;
     const unsigned slots = rest ? taken & ((1u << (__ffs(rest) - 1)) - 1) : taken;
-    const int pair = item % kItems * 32 + lane;  // of channels g and g + 8 of a row: a half of a vector
-    const int vector = pair / 2, col = pair % 2, c = vector % kColumns, g = vector / kColumns % 8;
-    const int row = 2 * c + col;
+    const unsigned pair = item % kItems * 32 + lane;  // of channels g and g + 8 of a row: a half of a vector
+    const unsigned vector = pair / 2, col = pair % 2, c = vector % kColumns, g = vector / kColumns % 8;
+    const unsigned row = 2 * c + col;
 
     // All warps but a segment's last have it in their second slot.
-    const int first_warp = leader / 2, last_slot = 31 - __clz(slots);
+    const int first_warp = leader / 2, last_slot = 31 - __clz(slots), num_warps = (last_slot + 1) / 2 - first_warp;
+    auto part_in = [&](const void* vectors, int slot) -> Part {
+      const float* const o = static_cast<const float*>(vectors) + 4 * vector + col;
+      return {{o[0], o[2]}, smem.max[slot][row], smem.sum[slot][row]};
+    };
     Part merged = {{0.f, 0.f}, kNoMax, 0.f};
-    merge_parts(merged, last_slot / 2 - first_warp + 1, [&](Part (&parts)[kPartsAtOnce], int first) {
+    merge_parts(merged, num_warps, [&](Part(&parts)[kPartsAtOnce], int first) {
 #pragma unroll
       for (int i = 0; i < kPartsAtOnce; ++i) {
-        const int slot = min((first_warp + first + i) * 2 + 1, last_slot);
-        const float4* const its =
-            slot % 2 ? reinterpret_cast<const float4*>(smem.stages[slot / 2]) : spilled_part<Config>(args, slot / 2);
-        const float* const o = reinterpret_cast<const float*>(its + vector) + col;
-        parts[i] = {{o[0], o[2]}, smem.max[slot][row], smem.sum[slot][row]};
+        const int its_warp = first_warp + min(first + i, num_warps - 1);
+        parts[i] = part_in(smem.stages[its_warp], 2 * its_warp + 1);
       }
     });
+    if (last_slot % 2 == 0) merge_part(merged, part_in(spilled_part<Config>(args, last_slot / 2), last_slot));
 
     // Of a segment's CTAs, the first leaves its part in its second place, the others in their first.
     const Ctas ctas = smem.ctas[leader];
@@ -96,7 +99,7 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
       store_part(part_of(blockIdx.x), merged);
       continue;
     }
-    merge_parts(merged, ctas.last - ctas.first, [&](Part (&parts)[kPartsAtOnce], int first) {
+    merge_parts(merged, ctas.last - ctas.first, [&](Part(&parts)[kPartsAtOnce], int first) {
       bool absent;
       do {
         absent = false;
@@ -131,44 +134,67 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     smem.segments[2 * warp] = smem.segments[2 * warp + 1] = -1;
   }
 
-  // A launch may begin when the CTAs of the one before make room; nothing is read or written until that one is done.
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
-
-  const Units first_units = Cursor<Config>{0, 0}.load(args);
-  const int total = count_units<Config>(args, first_units);
-  const unsigned quota = cta_quota<Config>(args, total);
-  const int cta_first = blockIdx.x * quota;
-  if (cta_first >= total) return;
-  const Share share = warp_share<Config>(cta_first, min(static_cast<int>(quota), total - cta_first), warp);
-  const unsigned count = share.count;
-
-  // Units are looked up by a lane each, long before they are needed: what is loaded queues behind the records in
-  // flight.
-  if (lane == 0) smem.first[warp] = share.first, smem.quota[warp] = quota;
-  __syncwarp();
-  auto look_up = [&](Cursor<Config> cursor, Units units, unsigned start, int number) {
+  // Work is dealt out. Units are looked up by a lane each, long before they are needed: what is loaded queues behind
+  // the records in flight. Returns where the number of a lane's page is, null if there is none.
+  unsigned count = 0;
+  auto look_up = [&](Cursor<Config> cursor, const Units& units, unsigned start, int number) -> const int* {
     const bool asks = lane < number && start + lane < count;
-    Unit unit = cursor.find(args, units, smem.first[warp] + start + lane, asks);
+    auto [unit, length] = cursor.find(args, units, smem.first[warp] + start + lane, asks);
     if (lane == 0) smem.cursors[warp] = cursor;
-    if (asks) {
-      const int b = unit.segment / Config::kKVHeads;
-      const Visible visible = visible_keys<Config>(args, b);
-      Unit& place = smem.units[warp][(start + lane) % kUnits];
-      if (unit.index < visible.num_pages) {
-        const int column = visible.first_page + unit.index;
-        cp_async_4(smem_address(&place.page),
-                   args.block_table + b * static_cast<int64_t>(args.block_table_stride) + column);
-        unit.position = column * kPageSize;
-        if (unit.position < max(visible.begin, visible.common_begin(args)) ||
-            unit.position + kPageSize > min(visible.end, visible.common_end(args)))
-          unit.position += Unit::kMasked;
-      } else if (visible.length > 0) {
-        unit.position = Unit::kExact;
-      }
-      place.segment = unit.segment, place.index = unit.index, place.position = unit.position;
+    if (!asks) return nullptr;
+    const int b = unit.segment / Config::kKVHeads;
+    const Visible visible = visible_keys<Config>(args, b, length);
+    const int* source = nullptr;
+    if (unit.index < visible.num_pages) {
+      const int column = visible.first_page + unit.index;
+      if (column < args.block_table_columns)
+        source = args.block_table + b * static_cast<int64_t>(args.block_table_stride) + column;
+      unit.position = column * kPageSize;
+      if (unit.position < max(visible.begin, visible.common_begin(args)) ||
+          unit.position + kPageSize > min(visible.end, visible.common_end(args)))
+        unit.position += Unit::kMasked;
+    } else if (visible.length > 0) {
+      unit.position = Unit::kExact;
     }
+    Unit& place = smem.units[warp][(start + lane) % kUnits];
+    place.segment = unit.segment, place.index = unit.index, place.position = unit.position;
+    return source;
   };
+  auto copy_page_number = [&](const int* source, unsigned start) {
+    if (source) cp_async_4(smem_address(&smem.units[warp][(start + lane) % kUnits].page), source);
+  };
+
+  // A launch may begin when the CTAs of the one before make room, but what it reads may change until that one is done.
+  // Meanwhile work is dealt out by lengths as they are, and once more if they turn out to have changed.
+  griddepcontrol_launch_dependents();
+  bool is_early = !Config::kExact && args.batch <= 32;
+  if (!is_early) griddepcontrol_wait();
+  int length = 0;
+  if (lane < args.batch)
+    length = is_early ? min(max(ld_relaxed(args.seq_lens + lane), 0), kLongestEarly) : args.seq_lens[lane];
+  while (true) {
+    const Units units = Cursor<Config>{0, 0}.count(args, length);
+    const int total = count_units<Config>(args, units);
+    const unsigned quota = cta_quota<Config>(args, total);
+    const int cta_first = blockIdx.x * quota;
+    const Share share = warp_share<Config>(cta_first, max(min(static_cast<int>(quota), total - cta_first), 0), warp);
+    count = share.count;
+    __syncwarp();
+    if (lane == 0) smem.first[warp] = share.first, smem.quota[warp] = quota;
+    __syncwarp();
+    const int* const source = look_up({0, 0}, units, 0, kUnits);
+    if (is_early) griddepcontrol_wait();
+    int now = length;
+    if (is_early && lane < args.batch) now = args.seq_lens[lane];
+    copy_page_number(source, 0);
+    __syncwarp();
+    if (!__any_sync(kAllLanes, now != length)) {
+      if (cta_first >= total) return;
+      break;
+    }
+    cp_async_wait_all();
+    is_early = false, length = now;
+  }
 
   // Records are fetched kStages ahead, across the borders of segments.
   auto fetch = [&](unsigned i, unsigned stage) {
@@ -178,7 +204,8 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     }
     if (i % (kUnits / 2) == Config::kStages && i > kUnits / 2) {  // the half of the table before this one has been used
       const Cursor<Config> cursor = smem.cursors[warp];
-      look_up(cursor, cursor.load(args), i - Config::kStages + kUnits / 2, kUnits / 2);
+      const unsigned start = i - Config::kStages + kUnits / 2;
+      copy_page_number(look_up(cursor, cursor.load(args), start, kUnits / 2), start);
     }
     const Unit unit = smem.units[warp][i % kUnits];
     const uint32_t barrier = smem_address(&smem.full[warp][stage]);
@@ -195,9 +222,6 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       }
     }
   };
-  look_up({0, 0}, first_units, 0, kUnits);
-  __syncwarp();
-
   State<Config> state;
   auto finish_segment = [&](int segment, int begin, bool is_last) {
     state.settle();
@@ -238,7 +262,8 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   for (unsigned i = 0; i < count;) {
     __syncwarp();  // all have done with the last segment
     if (lane == 0) smem.begin[warp] = smem.first[warp] + i - smem.units[warp][i % kUnits].index;
-    const QueryRuns<Config> runs(args, smem.units[warp][i % kUnits].segment);
+    QueryRuns<Config> runs;
+    runs.load(args, smem.units[warp][i % kUnits].segment);
     if (i == 0) fetch(0, 0);
     const Query<Config> query(args, runs);
     if (i == 0)  // not before all warps have asked for their first

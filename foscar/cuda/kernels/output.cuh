@@ -1,7 +1,7 @@
 // From partial results to the output.
 //
-// A warp's partial result is kept as it lies in accumulators: a float4 for each lane and 16-channel tile, of rows 2c and
-// 2c + 1 and channels 16 t + g and 16 t + 8 + g. When results are merged, a lane takes the two channels of a row.
+// A warp's partial result is kept as it lies in accumulators: a float4 for each lane and 16-channel tile, of rows 2c
+// and 2c + 1 and channels 16 t + g and 16 t + 8 + g. When results are merged, a lane takes the two channels of a row.
 #pragma once
 
 #include "page.cuh"
@@ -25,6 +25,14 @@ __device__ __forceinline__ void store_part(float4* destination, const Part& part
 __device__ __forceinline__ bool is_absent(const Part& part) {
   return __float_as_uint(part.o[0]) == kAbsent || __float_as_uint(part.o[1]) == kAbsent ||
          __float_as_uint(part.max) == kAbsent || __float_as_uint(part.sum) == kAbsent;
+}
+
+__device__ __forceinline__ void merge_part(Part& merged, const Part& part) {
+  const float top = fmaxf(merged.max, part.max), keep = ex2(merged.max - top), take = ex2(part.max - top);
+  merged.max = top;
+  merged.sum = fmaf(part.sum, take, merged.sum * keep);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) merged.o[i] = fmaf(part.o[i], take, merged.o[i] * keep);
 }
 
 // Merges `count` more partial results into one, kPartsAtOnce at a time: `load` loads those that follow a number, the

@@ -64,6 +64,12 @@ __device__ __forceinline__ float4 ld_relaxed(const float4* source) {
   return value;
 }
 
+__device__ __forceinline__ int ld_relaxed(const int* source) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
 // Data Movement and Conversion Instructions: st.relaxed; each word is written once, for all CTAs of the GPU
 __device__ __forceinline__ void st_relaxed(float4* destination, const float4& value) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "f"(value.x), "f"(value.y),

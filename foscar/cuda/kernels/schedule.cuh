@@ -9,8 +9,9 @@
 
 namespace foscar {
 
-constexpr int kExactBlock = 8;       // tokens
-constexpr unsigned kLeastQuota = 8;  // of a CTA: fewer pages are more parts to merge
+constexpr int kExactBlock = 8;          // tokens
+constexpr int kLongestEarly = 1 << 22;  // tokens of a sequence, so that sums stay in range whatever is read too early
+constexpr unsigned kLeastQuota = 8;     // of a CTA: fewer pages are more parts to merge
 
 template <typename T>
 __device__ __forceinline__ T ceil_div(T a, T b) {
@@ -44,9 +45,9 @@ struct Visible {
 };
 
 template <typename Config>
-__device__ __forceinline__ Visible visible_keys(const DecodeArguments& args, int b) {
+__device__ __forceinline__ Visible visible_keys(const DecodeArguments& args, int b, int length) {
   Visible visible;
-  visible.length = args.seq_lens[b];
+  visible.length = length;
   int sinks = 0;
   visible.end = visible.length;
   if (Config::kExact && visible.length > 0) {
@@ -64,6 +65,11 @@ __device__ __forceinline__ Visible visible_keys(const DecodeArguments& args, int
   visible.sinks_end = sinks;
   visible.ring_begin = Config::kExact ? max(visible.end, first) : visible.length;
   return visible;
+}
+
+template <typename Config>
+__device__ __forceinline__ Visible visible_keys(const DecodeArguments& args, int b) {
+  return visible_keys<Config>(args, b, args.seq_lens[b]);
 }
 
 // Some consecutive tokens of the exact tiers.
@@ -90,12 +96,18 @@ struct Unit {
   static constexpr int kExact = -1, kNothing = -2;
 };
 
-// Units of one head of this lane's sequence, and the sum of those of this and all lanes before.
+// The length of this lane's sequence, the units of one of its heads, and their sum over this and all lanes before.
 struct Units {
-  int own, sum;
+  int length, own, sum;
   __device__ __forceinline__ int total(const DecodeArguments& args) const {
     return __shfl_sync(kAllLanes, sum, min(args.batch, 32) - 1);
   }
+};
+
+// Some unit, and the length of its sequence.
+struct Found {
+  Unit unit;
+  int length;
 };
 
 // A warp's view of the sequences, 32 at a time, a lane each.
@@ -104,21 +116,27 @@ struct Cursor {
   int first, before;  // sequence of lane 0, and the units of one head of those before it
 
   __device__ __forceinline__ Units load(const DecodeArguments& args) const {
+    const int b = first + threadIdx.x % 32;
+    return count(args, b < args.batch ? args.seq_lens[b] : 0);
+  }
+
+  // Goes on from a lane's length.
+  __device__ __forceinline__ Units count(const DecodeArguments& args, int length) const {
     const int lane = threadIdx.x % 32;
-    const int own = first + lane < args.batch ? visible_keys<Config>(args, first + lane).units() : 0;
+    const int own = first + lane < args.batch ? visible_keys<Config>(args, first + lane, length).units() : 0;
     int sum = own;
 #pragma unroll 1
     for (int d = 1; d < min(args.batch, 32); d *= 2) {  // as many lanes as are looked at
       const int more = __shfl_up_sync(kAllLanes, sum, d);
       if (lane >= d) sum += more;
     }
-    return {own, sum};
+    return {length, own, sum};
   }
 
   // Finds the unit that each lane asks for, beginning with what was loaded last; `wanted` must not be before any that
   // was asked for earlier.
-  __device__ __forceinline__ Unit find(const DecodeArguments& args, Units units, int wanted, bool asks) {
-    Unit unit = {-1, -1, Unit::kNothing, 0};
+  __device__ __forceinline__ Found find(const DecodeArguments& args, Units units, int wanted, bool asks) {
+    Found found = {{-1, -1, Unit::kNothing, 0}, 0};
     while (true) {
       const int after = before + units.total(args);
       int i = 0;  // lanes whose sequences end at or before the wanted unit
@@ -127,15 +145,16 @@ struct Cursor {
         if (step >= args.batch) continue;
         if ((before + __shfl_sync(kAllLanes, units.sum, i + step - 1)) * Config::kKVHeads <= wanted) i += step;
       }
-      const int own = __shfl_sync(kAllLanes, units.own, i);
+      const int own = __shfl_sync(kAllLanes, units.own, i), length = __shfl_sync(kAllLanes, units.length, i);
       const int its_before = before + __shfl_sync(kAllLanes, units.sum, i) - own;
       if (asks && wanted < after * Config::kKVHeads) {
         const int within = wanted - its_before * Config::kKVHeads, head = small_quotient(within, own);
-        unit.segment = (first + i) * Config::kKVHeads + head;
-        unit.index = within - head * own;
+        found.unit.segment = (first + i) * Config::kKVHeads + head;
+        found.unit.index = within - head * own;
+        found.length = length;
         asks = false;
       }
-      if (!__any_sync(kAllLanes, asks)) return unit;
+      if (!__any_sync(kAllLanes, asks)) return found;
       first += 32;
       before = after;
       units = load(args);

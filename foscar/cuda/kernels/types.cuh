@@ -41,7 +41,7 @@ struct DecodeArguments {
   int q_len, tail;          // query tokens, and the tokens from the first of them to the end of the sequence
   int group, heads_per_kv;  // query heads of a KV head: those attended here, and all in q
   int group_inverse;        // 2^16 / group, rounded up
-  int block_table_stride;
+  int block_table_stride, block_table_columns;
   int window_left;  // -1: none
   int sink_tokens, ring_tokens;
   float sm_scale, softcap;  // softcap 0: none
