@@ -128,14 +128,22 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   static_assert(sizeof(smem) == Config::kSharedBytes, "what the host asks for");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
+  // A launch may begin when the CTAs of the one before make room, but what it reads may change until that one is done.
+  // Meanwhile work is dealt out by lengths as they are, and once more if they turn out to have changed.
+  griddepcontrol_launch_dependents();
+  bool is_early = !Config::kExact && args.batch <= 32;
+  if (!is_early) griddepcontrol_wait();
+  int length = 0;
+  if (lane < args.batch) length = is_early ? ld_relaxed(args.seq_lens + lane) : args.seq_lens[lane];
+
   if (lane == 0) {
     for (int i = 0; i < Config::kStages; ++i) mbarrier_init(smem_address(&smem.full[warp][i]), 1);
     fence_mbarrier_init();
     smem.segments[2 * warp] = smem.segments[2 * warp + 1] = -1;
   }
 
-  // Work is dealt out. Units are looked up by a lane each, long before they are needed: what is loaded queues behind
-  // the records in flight. Returns where the number of a lane's page is, null if there is none.
+  // Units are looked up by a lane each, long before they are needed: what is loaded queues behind the records in
+  // flight. Returns where the number of a lane's page is, null if there is none.
   unsigned count = 0;
   auto look_up = [&](Cursor<Config> cursor, const Units& units, unsigned start, int number) -> const int* {
     const bool asks = lane < number && start + lane < count;
@@ -164,14 +172,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     if (source) cp_async_4(smem_address(&smem.units[warp][(start + lane) % kUnits].page), source);
   };
 
-  // A launch may begin when the CTAs of the one before make room, but what it reads may change until that one is done.
-  // Meanwhile work is dealt out by lengths as they are, and once more if they turn out to have changed.
-  griddepcontrol_launch_dependents();
-  bool is_early = !Config::kExact && args.batch <= 32;
-  if (!is_early) griddepcontrol_wait();
-  int length = 0;
-  if (lane < args.batch)
-    length = is_early ? min(max(ld_relaxed(args.seq_lens + lane), 0), kLongestEarly) : args.seq_lens[lane];
+  if (is_early) length = min(max(length, 0), kLongestEarly);
   while (true) {
     const Units units = Cursor<Config>{0, 0}.count(args, length);
     const int total = count_units<Config>(args, units);
@@ -198,15 +199,6 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
 
   // Records are fetched kStages ahead, across the borders of segments.
   auto fetch = [&](unsigned i, unsigned stage) {
-    if (i % (kUnits / 2) == 0) {
-      cp_async_wait_all();
-      __syncwarp();
-    }
-    if (i % (kUnits / 2) == Config::kStages && i > kUnits / 2) {  // the half of the table before this one has been used
-      const Cursor<Config> cursor = smem.cursors[warp];
-      const unsigned start = i - Config::kStages + kUnits / 2;
-      copy_page_number(look_up(cursor, cursor.load(args), start, kUnits / 2), start);
-    }
     const Unit unit = smem.units[warp][i % kUnits];
     const uint32_t barrier = smem_address(&smem.full[warp][stage]);
     if (Config::kExact && unit.position == Unit::kExact) {
@@ -264,7 +256,11 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     if (lane == 0) smem.begin[warp] = smem.first[warp] + i - smem.units[warp][i % kUnits].index;
     QueryRuns<Config> runs;
     runs.load(args, smem.units[warp][i % kUnits].segment);
-    if (i == 0) fetch(0, 0);
+    if (i == 0) {
+      cp_async_wait_all();
+      __syncwarp();
+      fetch(0, 0);
+    }
     const Query<Config> query(args, runs);
     if (i == 0)  // not before all warps have asked for their first
       for (unsigned j = 1; j < min(count, Config::kStages); ++j) fetch(j, j);
@@ -279,7 +275,18 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
         attend_exact(args, smem.stages[warp][stage], state, unit);
       }
       __syncwarp();
-      if (i + Config::kStages < count) fetch(i + Config::kStages, stage);
+      if (const unsigned next = i + Config::kStages; next < count) {
+        if (next % (kUnits / 2) == 0) {
+          cp_async_wait_all();
+          __syncwarp();
+        }
+        if (i % (kUnits / 2) == 0 && i > 0) {  // the half of the table before this one has been used
+          const Cursor<Config> cursor = smem.cursors[warp];
+          const unsigned start = i + kUnits / 2;
+          copy_page_number(look_up(cursor, cursor.load(args), start, kUnits / 2), start);
+        }
+        fetch(next, stage);
+      }
       ++i;
     } while (i < count && smem.units[warp][i % kUnits].index > 0);
     finish_segment(smem.units[warp][(i - 1) % kUnits].segment, smem.begin[warp], i == count);
