@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+# A console keeps the width that it is made with; tests of tables set their own.
+os.environ.pop("COLUMNS", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -171,6 +173,17 @@ def _compile(_: int) -> bytes:
 def test_many_processes_may_race(empty_cache: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         assert len(set(pool.map(_compile, range(8)))) == 1
+
+
+def test_threads_may_race_for_the_first_import(empty_cache: Path) -> None:
+    """In a process of its own: here it has been imported."""
+    program = f"""
+from concurrent.futures import ThreadPoolExecutor
+from foscar.cuda.compiler import compile_cubin
+with ThreadPoolExecutor(8) as pool:
+    assert len(set(pool.map(lambda _: compile_cubin({SOURCE!r}, "sm_90a", "f"), range(8)))) == 1
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_kernel_that_does_not_compile() -> None:
