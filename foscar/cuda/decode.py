@@ -166,8 +166,8 @@ def _workspace(device: int, stream: int) -> int:
     """Return where there is room for any variant's partial results.
 
     Those of CTAs are absent, all ones, between launches. A graph must not allocate it: it would be filled when that
-    graph is replayed, not when another one is. So the first launch outside a graph allocates that of graphs, too. It is never freed, and not torch's: a pool of
-    torch's may be that of a graph.
+    graph is replayed, not when another one is. So the first launch outside a graph allocates that of graphs, too. It is
+    never freed, and not torch's: a pool of torch's may be that of a graph.
     """
     if torch.cuda.is_current_stream_capturing():
         if (device, _GRAPHS) not in _workspaces:
