@@ -203,6 +203,37 @@ def test_graphs_may_be_replayed_in_any_order(gpu: torch.device) -> None:
         compare(batch, q, out, lse)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_lengths_that_the_launch_before_has_just_changed(captured: bool, gpu: torch.device) -> None:
+    """Work is dealt out while earlier launches end, by lengths that may be those of long ago."""
+    batch = make_batch(foscar.CacheSpec.token_wise(2, 2, 128), [700, 9000, 64, 1000], gpu, torch.bfloat16)
+    lengths = i32([[700, 9000, 64, 1000], [1, 0, 63, 999], [0, 8000, 0, 0], [0, 0, 0, 0]], gpu)
+    q = torch.randn(4, 1, 8, 128, device=gpu).bfloat16()
+    tables, now = batch.tables, lengths[0].clone()
+    wanted = []
+    for row in lengths:
+        torch.cuda.synchronize()
+        wanted.append(foscar.decode_attention(q, batch.cache, **{**tables, "seq_lens": row}))
+    outs = torch.full((60, *q.shape), torch.nan, device=gpu, dtype=q.dtype)
+
+    def attend() -> None:
+        for i, out in enumerate(outs):
+            torch.add(lengths[i * 7 // 2 % 4], 0, out=now)  # a kernel, unlike a copy
+            foscar.decode_attention(q, batch.cache, **{**tables, "seq_lens": now}, out=out)
+
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            attend()
+        graph.replay()
+        outs.fill_(torch.nan)
+        graph.replay()
+    else:
+        attend()
+    for i, out in enumerate(outs):
+        assert torch.equal(out, wanted[i * 7 // 2 % 4])
+
+
 def test_two_streams_and_two_caches(gpu: torch.device) -> None:
     spec = foscar.CacheSpec.token_wise(4, 2, 64)
     batches = [make_batch(spec, [20_000, 3, 777], gpu, torch.bfloat16) for _ in range(2)]
