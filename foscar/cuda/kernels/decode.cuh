@@ -2,9 +2,9 @@
 //
 // Work. Every warp is a worker of its own: it takes an equal run of units (schedule.cuh), keeps its own ring of stages
 // filled by bulk copies, and meets no barrier until it is done. A run may begin or end inside a segment: what a warp
-// has of such a one is a partial result. Those of a CTA are merged through shared memory, tile by tile. What reaches
-// beyond the CTA goes through global memory to the last CTA of its segment, which awaits it: CTAs are started in order,
-// so that those before it have been.
+// has of such a one is a partial result. Those of a CTA are merged through shared memory. What reaches beyond the CTA
+// goes through global memory to the last CTA of its segment, which awaits it: CTAs are started in order, so that those
+// before it have been.
 //
 // Products. Codes enter the tensor cores as they lie: K of one group as unsigned bytes, all others as subnormals of
 // fp16, or of bf16 for channel-wise K (query.cuh, page.cuh). Both products are transposed, S^T = K q^T and O^T = V^T
@@ -20,6 +20,7 @@
 
 namespace foscar {
 
+// The CTAs that a segment's units fall to.
 struct Ctas {
   uint16_t first, last;
 };
@@ -37,7 +38,7 @@ struct alignas(128) SharedMemory {
   int first[Config::kWarps], begin[Config::kWarps];  // units: first of a warp's, and of the segment that it is at
   unsigned quota[Config::kWarps];                    // units of a CTA, for each to read
   int segments[kSlots];                              // -1: none
-  Ctas ctas[kSlots];                                 // that have units of the segment
+  Ctas ctas[kSlots];
   static_assert(sizeof(stages[0]) >= Shape<Config>::kPartVectors * sizeof(float4), "a partial result fits");
 };
 
@@ -47,8 +48,8 @@ __device__ __forceinline__ float4* spilled_part(const DecodeArguments& args, int
   return args.warp_parts + (static_cast<int64_t>(blockIdx.x) * Config::kWarps + warp) * Shape<Config>::kPartVectors;
 }
 
-// What the warps of a CTA left in its slots, merged and handed on. A warp takes 64 channels of all rows of a segment at
-// a time, or 32.
+// What the warps of a CTA left in its slots, merged and handed on. A warp takes 64 values of a segment at a time, two a
+// lane.
 template <typename Config>
 __device__ __forceinline__ void merge_partial_results(const DecodeArguments& args, SharedMemory<Config>& smem) {
   using S = Shape<Config>;
@@ -214,6 +215,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       }
     }
   };
+
   State<Config> state;
   auto finish_segment = [&](int segment, int begin, bool is_last) {
     state.settle();
