@@ -82,8 +82,12 @@ def info(json_file: Json = None) -> None:
 
 @app.command()
 def kernels(
-    arch: Annotated[str, typer.Option(help="Architecture to compile for; needs no GPU.")] = "sm_90a",
-    every: Annotated[bool, typer.Option("--all", help="All, in many minutes, not some of each kind.")] = False,
+    arch: Annotated[
+        str, typer.Option(help="Architecture to compile for; needs no GPU. Kernels are written for sm_90a.")
+    ] = "sm_90a",
+    every: Annotated[
+        bool, typer.Option("--all", help="All but float16 twins, in many minutes, not some of each kind.")
+    ] = False,
     json_file: Json = None,
 ) -> None:
     """Compile kernels and show their registers, spills, shared memory and instructions."""

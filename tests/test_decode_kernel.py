@@ -205,7 +205,11 @@ def test_graphs_may_be_replayed_in_any_order(gpu: torch.device) -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_lengths_that_the_launch_before_has_just_changed(captured: bool, gpu: torch.device) -> None:
-    """Work is dealt out while earlier launches end, by lengths that may be those of long ago."""
+    """Lengths as they are now count, whatever is read before earlier launches are done.
+
+    The kernel that changes them is torch's, which lets nothing begin before it is done. Lengths that do change after
+    they were read are the emulator's to test.
+    """
     batch = make_batch(foscar.CacheSpec.token_wise(2, 2, 128), [700, 9000, 64, 1000], gpu, torch.bfloat16)
     lengths = i32([[700, 9000, 64, 1000], [1, 0, 63, 999], [0, 8000, 0, 0], [0, 0, 0, 0]], gpu)
     q = torch.randn(4, 1, 8, 128, device=gpu).bfloat16()

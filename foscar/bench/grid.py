@@ -108,7 +108,7 @@ _SKEWED = Point(32, 8, 128, 8, 256 << 10, skewed=True)
 _EVEN = Point(32, 8, 128, 8, sum(_SKEWED.seq_lens) // 8)
 _HEADLINE = _each(_grid(HEADLINE_HEADS) + _AT_32K, ["token-wise"])
 _FEATURES = [
-    *_each(_AT_32K[:2], [scheme for scheme in SCHEMES if scheme != "token-wise"]),
+    *_each(_AT_32K[:2], [*SCHEMES]),  # token-wise, too: times compare within one run
     *_each([_SKEWED, _EVEN, *(Point(32, 8, head_dim, 64, 32768) for head_dim in (64, 256))], ["token-wise"]),
 ]
 GRIDS: dict[str, list[tuple[Point, str]]] = {
@@ -117,7 +117,7 @@ GRIDS: dict[str, list[tuple[Point, str]]] = {
     ),
     "headline": _HEADLINE,
     "features": _FEATURES,
-    "full": [*_HEADLINE, *_each(_grid(MORE_HEADS), ["token-wise"]), *_FEATURES],
+    "full": [*dict.fromkeys([*_HEADLINE, *_each(_grid(MORE_HEADS), ["token-wise"]), *_FEATURES])],
 }
 
 

@@ -14,9 +14,9 @@ import io
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 KERNELS = Path(__file__).parent / "kernels"
-_importing = threading.Lock()  # another thread may see cuda.core half imported
 _PACKAGES = ("cuda-core", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime")
 
 
@@ -27,6 +27,17 @@ class CompileError(RuntimeError):
 def cache_folder() -> Path:
     """Where cubins are kept: ``foscar`` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "foscar"
+
+
+_importing = threading.Lock()
+
+
+def cuda_core() -> Any:
+    """Import ``cuda.core``, a thread at a time: another would see it half imported."""
+    with _importing:
+        import cuda.core.utils
+
+        return cuda.core
 
 
 @functools.cache
@@ -62,22 +73,20 @@ def compile_cubin(source: str, arch: str, name: str) -> bytes:
     CompileError
         If NVRTC refuses the source.
     """
-    with _importing:
-        import cuda.pathfinder
-        from cuda.core import Program, ProgramOptions
-        from cuda.core.utils import FileStreamProgramCache, make_program_cache_key
+    core = cuda_core()
+    import cuda.pathfinder
 
     headers = cuda.pathfinder.find_nvidia_header_directory("cudart")
-    options = ProgramOptions(arch=arch, std="c++17", include_path=[str(KERNELS), headers], name=f"{name}.cu")
-    key = make_program_cache_key(
+    options = core.ProgramOptions(arch=arch, std="c++17", include_path=[str(KERNELS), headers], name=f"{name}.cu")
+    key = core.utils.make_program_cache_key(
         code=source, code_type="c++", options=options, target_type="cubin", extra_digest=_stamp()
     )
-    with FileStreamProgramCache(cache_folder()) as cache:
+    with core.utils.FileStreamProgramCache(cache_folder()) as cache:
         cubin = cache.get(key)
         if cubin is None:
             log = io.StringIO()
             try:
-                cubin = bytes(Program(source, "c++", options).compile("cubin", logs=log).code)
+                cubin = bytes(core.Program(source, "c++", options).compile("cubin", logs=log).code)
             except Exception as error:
                 raise CompileError(f"{name} for {arch}: {error}\n{log.getvalue()}") from error
             cache[key] = cubin

@@ -13,11 +13,11 @@ ARCHITECTURES = ("sm_90a",)
 _TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 # Shared memory that a CTA can have on Hopper.
 _SM_SHARED_BYTES = 227 * 1024
-# Partial results of an SM, of whichever variant, in blocks of 16 channels: two, with their statistics, for the CTA, and
-# one for each of 16 warps with head_dim 128 or of 8 with 256.
-_MAX_TILES = 16
-CTA_PART_FLOATS = 2 * 2 * _MAX_TILES * 128
-WARP_PART_FLOATS = 16 // 2 * _MAX_TILES * 128
+# float32 numbers that an SM's partial results take, of whichever variant: two of the CTA, as many again for maxima and
+# sums, and one of each of its warps, 8 with head_dim 256 or 16 with 128.
+_MAX_PART_FLOATS = MAX_ROWS * 256
+CTA_PART_FLOATS = 2 * 2 * _MAX_PART_FLOATS
+WARP_PART_FLOATS = 8 * _MAX_PART_FLOATS
 
 
 def _groups(quant: QuantSpec, head_dim: int) -> int:
@@ -88,16 +88,6 @@ class DecodeConfig:
             DecodeConfig(spec, dtype, halves, warps, stages) for warps in range(most, 0, -1) for stages in (4, 3, 2)
         )
         return next(shape for shape in shapes if shape.shared_bytes <= _SM_SHARED_BYTES)
-
-    @property
-    def tiles(self) -> int:
-        """Blocks of 16 channels of the output."""
-        return self.spec.head_dim // 16
-
-    @property
-    def part_floats(self) -> int:
-        """float32 numbers of a warp's partial result."""
-        return self.tiles * (64 if self.halves else 128)
 
     @property
     def name(self) -> str:

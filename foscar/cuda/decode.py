@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from foscar._checks import refuse
-from foscar.cuda.compiler import compile_cubin
+from foscar.cuda.compiler import compile_cubin, cuda_core
 from foscar.cuda.config import CTA_PART_FLOATS, MAX_ROWS, WARP_PART_FLOATS, DecodeConfig
 from foscar.layout import CacheSpec
 
@@ -68,13 +68,13 @@ class _Kernel:
 @functools.cache
 def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, device: int) -> _Kernel:
     """Compile and load the variant for a spec."""
+    core = cuda_core()
     from cuda.bindings import driver
-    from cuda.core import ObjectCode
 
     config = DecodeConfig.choose(spec, dtype, rows)
     properties = torch.cuda.get_device_properties(device)
     arch = f"sm_{properties.major}{properties.minor}a"
-    library = ObjectCode.from_cubin(compile_cubin(config.source(), arch, config.name))
+    library = core.ObjectCode.from_cubin(compile_cubin(config.source(), arch, config.name))
     kernel = library.get_kernel("decode")
     dynamic = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _check(driver.cuKernelSetAttribute(dynamic, config.shared_bytes, kernel.handle, device)[0])

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -166,7 +167,8 @@ def table(reports: list[KernelReport]) -> Table:
     """Lay reports out for a terminal."""
     result = Table(title=f"{len(reports)} kernels for {reports[0].arch}")
     for column in ("kernel", "registers", "spills", "shared", "warps x stages", "ALU/element", "tensor cores"):
-        result.add_column(column, justify="left" if column in ("kernel", "tensor cores") else "right")
+        justify: Any = "left" if column in ("kernel", "tensor cores") else "right"
+        result.add_column(column, justify=justify, no_wrap=column == "kernel", overflow="fold")
     for r in reports:
         shape = f"{r.warps} x {r.stages}"
         opcodes = ", ".join(f"{count} {name}" for name, count in r.opcodes.items())

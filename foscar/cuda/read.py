@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from foscar.cuda.compiler import compile_cubin
+from foscar.cuda.compiler import compile_cubin, cuda_core
 
 THREADS, LOADS = 512, 8
 TILE_BYTES = THREADS * LOADS * 16
@@ -27,12 +27,12 @@ def source() -> str:
 
 @functools.cache
 def _function(device: int) -> Any:
+    core = cuda_core()
     from cuda.bindings import driver
-    from cuda.core import ObjectCode
 
     major, minor = torch.cuda.get_device_capability(device)
     cubin = compile_cubin(source(), f"sm_{major}{minor}", "read")
-    kernel = ObjectCode.from_cubin(cubin).get_kernel("read")
+    kernel = core.ObjectCode.from_cubin(cubin).get_kernel("read")
     return driver.CUfunction(int(kernel.handle)), kernel  # which keeps the function loaded
 
 

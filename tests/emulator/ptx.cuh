@@ -38,7 +38,7 @@ struct Meeting {
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
-  bool done = false, waited = false;  // waited: for earlier launches
+  bool done = false, waited = false;  // waited: for earlier launches; nothing but lengths is touched before
   const char* waits_for = "";
   std::vector<std::function<void()>> copies;  // cp.async
 };
@@ -58,6 +58,10 @@ inline bool progress;
 [[noreturn]] inline void fail(const char* reason, const char* detail) {
   std::fprintf(stderr, "CTA %u, thread %u: %s: %s\n", blockIdx.x, threadIdx.x, reason, detail);
   std::abort();
+}
+
+inline void check_waited(const char* instruction) {
+  if (!fibers[threadIdx.x].waited) fail("earlier launches may still write", instruction);
 }
 
 inline void wait_until(const char* reason, const std::function<bool()>& ready) {
@@ -205,6 +209,7 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   });
 }
 inline void cp_async_bulk(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+  emulator::check_waited("bulk copy");
   if (destination % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(source) % 16)
     emulator::fail("not aligned", "bulk copy");
   std::memset(memory + destination, 0xff, bytes);
@@ -214,6 +219,7 @@ inline void cp_async_bulk(uint32_t destination, const void* source, uint32_t byt
   });
 }
 inline void cp_async_4(uint32_t destination, const void* source) {
+  emulator::check_waited("cp.async");
   std::memset(memory + destination, 0xff, 4);
   emulator::fibers[threadIdx.x].copies.push_back([=] { std::memcpy(memory + destination, source, 4); });
 }
@@ -221,13 +227,21 @@ inline void cp_async_wait_all() {
   for (const auto& copy : emulator::fibers[threadIdx.x].copies) copy();
   emulator::fibers[threadIdx.x].copies.clear();
 }
-inline float4 ld_relaxed(const float4* source) { return *source; }
+// CTAs run one after the other: what is not there yet never will be.
+inline float4 ld_relaxed(const float4* source) {
+  for (const float word : {source->x, source->y, source->z, source->w})
+    if (bit_cast<unsigned>(word) == ~0u) emulator::fail("awaits what no CTA has left", "ld.relaxed");
+  return *source;
+}
 // What earlier launches may still change is something else in most CTAs.
 inline int ld_relaxed(const int* source) {
   const int other[] = {*source, *source + 77, -12345, INT_MAX};
   return emulator::fibers[threadIdx.x].waited ? *source : other[blockIdx.x % 4];
 }
-inline void st_relaxed(float4* destination, const float4& value) { *destination = value; }
+inline void st_relaxed(float4* destination, const float4& value) {
+  emulator::check_waited("st.relaxed");
+  *destination = value;
+}
 
 // Half of a word as a float.
 template <bool kBf16>

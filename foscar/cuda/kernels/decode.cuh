@@ -3,8 +3,8 @@
 // Work. Every warp is a worker of its own: it takes an equal run of units (schedule.cuh), keeps its own ring of stages
 // filled by bulk copies, and meets no barrier until it is done. A run may begin or end inside a segment: what a warp
 // has of such a one is a partial result. Those of a CTA are merged through shared memory. What reaches beyond the CTA
-// goes through global memory to the last CTA of its segment, which awaits it: CTAs are started in order, so that those
-// before it have been.
+// goes through global memory to the last CTA of its segment, which awaits it. GPUs start CTAs in order, though CUDA
+// does not promise it: those before it have been started.
 //
 // Products. Codes enter the tensor cores as they lie: K of one group as unsigned bytes, all others as subnormals of
 // fp16, or of bf16 for channel-wise K (query.cuh, page.cuh). Both products are transposed, S^T = K q^T and O^T = V^T
@@ -101,19 +101,19 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
       continue;
     }
     merge_parts(merged, ctas.last - ctas.first, [&](Part(&parts)[kPartsAtOnce], int first) {
+      auto its_part = [&](int i) { return part_of(min(ctas.first + first + i, ctas.last - 1)); };
       bool absent;
       do {
         absent = false;
 #pragma unroll
         for (int i = 0; i < kPartsAtOnce; ++i) {
-          parts[i] = load_part(part_of(min(ctas.first + first + i, ctas.last - 1)));
+          parts[i] = load_part(its_part(i));
           absent |= is_absent(parts[i]);
         }
       } while (__any_sync(kAllLanes, absent));
       const float ones = __uint_as_float(kAbsent);  // for the next launch
 #pragma unroll
-      for (int i = 0; i < kPartsAtOnce; ++i)
-        store_part(part_of(min(ctas.first + first + i, ctas.last - 1)), {{ones, ones}, ones, ones});
+      for (int i = 0; i < kPartsAtOnce; ++i) store_part(its_part(i), {{ones, ones}, ones, ones});
     });
     const Output<Config> output(args, smem.segments[leader], row, merged.max, merged.sum, pair < 2 * kColumns);
     output.write(vector / S::kPartLanes, g, merged.o[0], merged.o[1]);
@@ -256,8 +256,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   for (unsigned i = 0; i < count;) {
     __syncwarp();  // all have done with the last segment
     if (lane == 0) smem.begin[warp] = smem.first[warp] + i - smem.units[warp][i % kUnits].index;
-    QueryRuns<Config> runs;
-    runs.load(args, smem.units[warp][i % kUnits].segment);
+    const QueryRuns<Config> runs(args, smem.units[warp][i % kUnits].segment);
     if (i == 0) {
       cp_async_wait_all();
       __syncwarp();

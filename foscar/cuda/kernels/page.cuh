@@ -29,7 +29,7 @@ struct State {
   float max[2], sum[2];               // of columns 2c and 2c + 1; the sum is of this lane's tokens only
   float offset[Config::kVGroups][2];  // sums of p times offset, of this lane's tokens; not used if V is channel-wise
   bool in_values;                     // of o; without exact tokens it is not until the end
-  int any_fresh;                      // whether any column of the warp is
+  int any_fresh;                      // whether any column of the warp is; a bool would take one instruction more
 
   // A maximum of -0 is none: no token has been seen yet.
   __device__ __forceinline__ bool is_fresh(int col) const { return __float_as_uint(max[col]) == 0x80000000u; }

@@ -142,7 +142,7 @@ struct QueryRuns {
   static constexpr int kRuns = Config::kHeadDim / 32;
   uint4 runs[kRuns];
 
-  __device__ __forceinline__ void load(const DecodeArguments& args, int segment) {
+  __device__ __forceinline__ QueryRuns(const DecodeArguments& args, int segment) {
     const int lane = threadIdx.x % 32, row = lane / 4 & Shape<Config>::kRowMask;
     const bool valid = row < args.q_len * args.group;
     const Row which(args, row);
