@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import random
 from collections.abc import Callable, Iterable
@@ -13,8 +14,8 @@ from helpers import Batch, all_specs, i32, make_batch, oracle, quant_specs, rela
 
 import foscar
 from foscar.cuda import decode as decode_kernel
-from foscar.cuda.compiler import compile_cubin
-from foscar.cuda.config import DecodeConfig, unsupported
+from foscar.cuda.compiler import compile_cubin, cuda_core
+from foscar.cuda.config import MAX_ROWS, DecodeConfig, unsupported
 from foscar.layout import HEAD_DIMS
 from foscar.ops import backend
 
@@ -39,7 +40,7 @@ def query_dtypes(spec: foscar.CacheSpec) -> list[torch.dtype]:
 
 def compile_all(calls: Iterable[tuple[foscar.CacheSpec, torch.dtype, int]]) -> None:
     """Fill the cache of cubins, for specs, dtypes and rows, on all cores: in turn they would take minutes."""
-    configs = (DecodeConfig.choose(*call) for call in calls)
+    configs = (DecodeConfig.choose(*call, small) for call in calls for small in (False, True))
     jobs = dict.fromkeys((config.source(), "sm_90a", config.name) for config in configs)
     with multiprocessing.get_context("spawn").Pool() as pool:
         pool.starmap(compile_cubin, jobs, chunksize=1)
@@ -58,10 +59,15 @@ def compiled_schemes(gpu: torch.device) -> None:
 
 
 def check(batch: Batch, q: torch.Tensor, **options: object) -> None:
-    assert backend(batch.cache.spec, q.dtype, q.device)[0] == "cuda"
-    out = torch.full_like(q, torch.nan)
-    _, lse = foscar.decode_attention(q, batch.cache, **batch.tables, out=out, return_lse=True, **options)
-    compare(batch, q, out, lse, **options)
+    """Call the variant for much work, and that for little work if there is one."""
+    spec = batch.cache.spec
+    assert backend(spec, q.dtype, q.device)[0] == "cuda"
+    for most in (0, 2**31) if DecodeConfig.choose(spec, q.dtype, MAX_ROWS, True).small else (0,):
+        out = torch.full_like(q, torch.nan)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decode_kernel, "MOST_SMALL_PAGES", most)
+            _, lse = foscar.decode_attention(q, batch.cache, **batch.tables, out=out, return_lse=True, **options)
+        compare(batch, q, out, lse, **options)
 
 
 def compare(batch: Batch, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, **options: object) -> None:
@@ -205,11 +211,7 @@ def test_graphs_may_be_replayed_in_any_order(gpu: torch.device) -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_lengths_that_the_launch_before_has_just_changed(captured: bool, gpu: torch.device) -> None:
-    """Lengths as they are now count, whatever is read before earlier launches are done.
-
-    The kernel that changes them is torch's, which lets nothing begin before it is done. Lengths that do change after
-    they were read are the emulator's to test.
-    """
+    """Lengths as they are now count: torch's kernel, which changes them, lets nothing begin before it is done."""
     batch = make_batch(foscar.CacheSpec.token_wise(2, 2, 128), [700, 9000, 64, 1000], gpu, torch.bfloat16)
     lengths = i32([[700, 9000, 64, 1000], [1, 0, 63, 999], [0, 8000, 0, 0], [0, 0, 0, 0]], gpu)
     q = torch.randn(4, 1, 8, 128, device=gpu).bfloat16()
@@ -236,6 +238,42 @@ def test_lengths_that_the_launch_before_has_just_changed(captured: bool, gpu: to
         attend()
     for i, out in enumerate(outs):
         assert torch.equal(out, wanted[i * 7 // 2 % 4])
+
+
+_CHANGE = """
+extern "C" __global__ void change(int* lengths, const int* others) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (int i = 0; i < 100; ++i) __nanosleep(1000);
+  lengths[threadIdx.x] = others[threadIdx.x];
+}
+"""
+
+
+@pytest.mark.parametrize("others", [[1, 9000, 63, 0], [9000, 9000, 9000, 9000], [0, 0, 0, 0], [700, 9000, 64, 999]])
+def test_lengths_that_change_after_they_were_read(others: list[int], gpu: torch.device) -> None:
+    """A kernel that lets the next launch begin, and changes lengths long after."""
+    from cuda.bindings import driver
+
+    library = cuda_core().ObjectCode.from_cubin(compile_cubin(_CHANGE, "sm_90a", "change"))
+    change = driver.CUfunction(int(library.get_kernel("change").handle))
+    batch = make_batch(foscar.CacheSpec.token_wise(2, 2, 128), [9000] * 4, gpu, torch.bfloat16)
+    before, after = i32([700, 9000, 64, 1000], gpu), i32(others, gpu)
+    q, now = torch.randn(4, 1, 8, 128, device=gpu).bfloat16(), before.clone()
+    out, want = (torch.full_like(q, torch.nan) for _ in range(2))
+    tables = {**batch.tables, "seq_lens": now}
+    foscar.decode_attention(q, batch.cache, **{**tables, "seq_lens": after}, out=want)
+    pointers = (ctypes.c_void_p * 2)(now.data_ptr(), after.data_ptr())
+    parameters = (ctypes.c_void_p * 2)(*(ctypes.addressof(pointers) + 8 * i for i in range(2)))
+    stream = torch.cuda.current_stream(gpu).cuda_stream
+    for _ in range(3):
+        now.copy_(before)
+        torch.cuda.synchronize()
+        shape = (1, 1, 1, 4, 1, 1)
+        (result,) = driver.cuLaunchKernel(change, *shape, 0, stream, ctypes.addressof(parameters), 0)
+        assert int(result) == 0
+        foscar.decode_attention(q, batch.cache, **tables, out=out)
+        assert torch.equal(out, want)
+        out.fill_(torch.nan)
 
 
 def test_two_streams_and_two_caches(gpu: torch.device) -> None:

@@ -30,6 +30,7 @@ def check(
     dtype: torch.dtype = torch.bfloat16,
     grid: int = 3,
     warps: int = 3,
+    small: bool = False,
     softcap: float | None = None,
     window: int | None = None,
     with_sinks: bool = False,
@@ -38,7 +39,7 @@ def check(
     batch = make_batch(spec, lengths, dtype=dtype, kv=kv)
     q = (torch.randn(len(lengths), q_len, spec.num_kv_heads * group, spec.head_dim) * q_factor).to(dtype)
     sinks = torch.randn(q.shape[2]) if with_sinks else None
-    config = replace(DecodeConfig.choose(spec, dtype, min(q_len * group, 8)), warps=warps)
+    config = replace(DecodeConfig.choose(spec, dtype, min(q_len * group, 8), small), warps=warps)
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
     cache = batch.cache
     tensors = (q, cache.pages, cache.exact, cache.lengths, batch.block_table, batch.seq_lens, batch.seq_ids, sinks)
@@ -60,11 +61,12 @@ def test_ragged_batch(bits: int, group: int) -> None:
     check(T(bits, 2, 128, v_bits=6 - bits), RAGGED, group)
 
 
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize(("grid", "warps"), [(1, 1), (1, 16), (2, 5), (7, 2), (5, 3)])
-def test_schedules(grid: int, warps: int) -> None:
+def test_schedules(grid: int, warps: int, small: bool) -> None:
     """Runs that begin and end anywhere: within a warp, a CTA, across several CTAs."""
     for lengths in ([2000], [640] * 3, RAGGED, [3] * 40, [0, 0], [1500, 10, 10]):
-        check(T(2, 2, 64), lengths, 2, grid=grid, warps=warps)
+        check(T(2, 2, 64), lengths, 2, grid=grid, warps=warps, small=small)
 
 
 def test_scores_that_rise() -> None:

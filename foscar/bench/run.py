@@ -18,6 +18,7 @@ from foscar.bench.results import Row
 from foscar.bench.timing import Timing, WrongOutputError, memory_returned, time_workload
 from foscar.bench.workload import foscar_workload
 from foscar.cuda.config import MAX_ROWS, DecodeConfig
+from foscar.cuda.decode import is_small
 from foscar.ops import backend
 
 TOLERANCE = 3e-3  # of a bfloat16 output
@@ -78,6 +79,7 @@ class Run:
     def _row(self, case: Case, timing: Timing, times: dict[str, float]) -> Row:
         point, spec = case.point, case.spec
         rows = min(point.num_q_heads // point.num_kv_heads, MAX_ROWS)
+        small = is_small(spec, point.batch, max(point.seq_pages), self.device.index)
         bf16 = [times[column] for column in ("fa2_bf16_us", "xqa_bf16_us") if column in times]
         return Row(
             point.num_q_heads,
@@ -90,7 +92,7 @@ class Run:
             spec.k.bits,
             spec.v.bits,
             str(spec),
-            DecodeConfig.choose(spec, torch.bfloat16, rows).name,
+            DecodeConfig.choose(spec, torch.bfloat16, rows, small).name,
             timing.us,
             timing.gbps,
             self.ceiling_gbps,

@@ -10,9 +10,11 @@ from foscar.layout import CacheSpec, QuantSpec, record_layout
 
 MAX_ROWS = 8
 ARCHITECTURES = ("sm_90a",)
+# Pages for each SM that are little work.
+MOST_SMALL_PAGES = 96
 _TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
-# Shared memory that a CTA can have on Hopper.
-_SM_SHARED_BYTES = 227 * 1024
+# Shared memory of an SM of Hopper; the system takes 1 KiB for each CTA.
+_SM_SHARED_BYTES = 228 * 1024
 # float32 numbers that an SM's partial results take, of whichever variant: two of the CTA, as many again for maxima and
 # sums, and one of each of its warps, 8 with head_dim 256 or 16 with 128.
 _MAX_PART_FLOATS = MAX_ROWS * 256
@@ -64,30 +66,34 @@ class DecodeConfig:
         dtype of the query and the output: bfloat16 or float16.
     halves : bool
         Whether up to 4 query rows of a KV head are each worked on by two halves of a warp's columns.
+    small : bool
+        Whether two CTAs have room on an SM, one of a launch and one of the next, which so begins while this one ends.
     warps, stages : int
-        Warps of a CTA, of which an SM has one, and records in flight for each.
+        Warps of a CTA, and records in flight for each.
     """
 
     spec: CacheSpec
     dtype: torch.dtype
     halves: bool
+    small: bool
     warps: int
     stages: int
 
     @staticmethod
-    def choose(spec: CacheSpec, dtype: torch.dtype, rows: int) -> DecodeConfig:
+    def choose(spec: CacheSpec, dtype: torch.dtype, rows: int, small: bool = False) -> DecodeConfig:
         """Pick the variant for a number of query rows of a KV head, and its shape.
 
-        As many warps as their registers leave room for, then as many stages as fit, up to 4.
+        As many warps as their registers leave room for, then as many stages as fit, up to 4. If there is little work,
+        a `small` one is better, and there is one if half of 16 warps and three stages fit half an SM.
         """
         # Halves of columns would need a few more registers than there are, were there 8 groups of both.
         eight_groups = _groups(spec.k, spec.head_dim) == _groups(spec.v, spec.head_dim) == 8
         halves = rows <= MAX_ROWS // 2 and not eight_groups
         most = _warps(spec, dtype, halves)
-        shapes = (
-            DecodeConfig(spec, dtype, halves, warps, stages) for warps in range(most, 0, -1) for stages in (4, 3, 2)
-        )
-        return next(shape for shape in shapes if shape.shared_bytes <= _SM_SHARED_BYTES)
+        counts = [(True, most // 2, stages) for stages in (4, 3) if small and most == 16]
+        counts += [(False, warps, stages) for warps in range(most, 0, -1) for stages in (4, 3, 2)]
+        shapes = (DecodeConfig(spec, dtype, halves, *count) for count in counts)
+        return next(shape for shape in shapes if shape.ctas * (shape.shared_bytes + 1024) <= _SM_SHARED_BYTES)
 
     @property
     def name(self) -> str:
@@ -95,12 +101,23 @@ class DecodeConfig:
         kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
         rows = MAX_ROWS // 2 if self.halves else MAX_ROWS
         exact = "_exact" if self.spec.exact_tokens else ""
-        return f"decode_k{self.spec.k}_v{self.spec.v}_d{self.spec.head_dim}_r{rows}{exact}_{kind}"
+        small = "_small" if self.small else ""
+        return f"decode_k{self.spec.k}_v{self.spec.v}_d{self.spec.head_dim}_r{rows}{exact}{small}_{kind}"
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that an SM has room for."""
+        return 2 if self.small else 1
+
+    @property
+    def units(self) -> int:
+        """Units that a warp looks up, half of them at a time."""
+        return 16 if self.small else 32
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: `SharedMemory` in decode.cuh."""
-        stages = self.warps * (self.stages * (self.spec.record_bytes + 8) + 32 * 16 + 8 + 3 * 4)
+        stages = self.warps * (self.stages * (self.spec.record_bytes + 8) + self.units * 16 + 8 + 3 * 4)
         slots = 2 * self.warps * (4 + 4 + 2 * MAX_ROWS * 4)
         return -(-(stages + slots) // 128) * 128
 
@@ -122,6 +139,7 @@ class DecodeConfig:
             "kRecordBytes": layout.nbytes,
             "kWarps": self.warps,
             "kStages": self.stages,
+            "kUnits": self.units,
             "kSharedBytes": self.shared_bytes,
         }
         flags = {
@@ -138,7 +156,7 @@ class DecodeConfig:
         return (
             '#include "decode.cuh"\n'
             f"struct Config {{\n  using T = {_TYPES[self.dtype]};\n{lines}\n}};\n"
-            f'extern "C" __global__ __launch_bounds__({self.warps * 32}, 1)\n'
+            f'extern "C" __global__ __launch_bounds__({self.warps * 32}, {self.ctas})\n'
             "void decode(const __grid_constant__ foscar::DecodeArguments args) { foscar::decode<Config>(args); }\n"
         )
 

@@ -14,7 +14,7 @@ import torch
 
 from foscar._checks import refuse
 from foscar.cuda.compiler import compile_cubin, cuda_core
-from foscar.cuda.config import CTA_PART_FLOATS, MAX_ROWS, WARP_PART_FLOATS, DecodeConfig
+from foscar.cuda.config import CTA_PART_FLOATS, MAX_ROWS, MOST_SMALL_PAGES, WARP_PART_FLOATS, DecodeConfig
 from foscar.layout import CacheSpec
 
 logger = logging.getLogger("foscar")
@@ -66,12 +66,12 @@ class _Kernel:
 
 
 @functools.cache
-def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, device: int) -> _Kernel:
+def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, small: bool, device: int) -> _Kernel:
     """Compile and load the variant for a spec."""
     core = cuda_core()
     from cuda.bindings import driver
 
-    config = DecodeConfig.choose(spec, dtype, rows)
+    config = DecodeConfig.choose(spec, dtype, rows, small)
     properties = torch.cuda.get_device_properties(device)
     arch = f"sm_{properties.major}{properties.minor}a"
     library = core.ObjectCode.from_cubin(compile_cubin(config.source(), arch, config.name))
@@ -91,6 +91,17 @@ def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, device: int) -> _Ker
     launch.attrs, launch.numAttrs = [early], 1
     function = driver.CUfunction(int(kernel.handle))
     return _Kernel(function, (library, kernel), config, properties.multi_processor_count, launch, threading.Lock())
+
+
+def _units(spec: CacheSpec, batch: int, columns: int) -> int:
+    """Return how many units of work there can be, with block tables of so many columns, and a few for what is exact."""
+    return batch * (max(columns, 1) + (spec.exact_tokens + 16) // 8) * spec.num_kv_heads
+
+
+def is_small(spec: CacheSpec, batch: int, columns: int, device: int) -> bool:
+    """Return whether work is little even if all sequences are as long as block tables allow."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return _units(spec, batch, columns) <= MOST_SMALL_PAGES * sms
 
 
 def _row_block(q: torch.Tensor, spec: CacheSpec) -> tuple[int, int]:
@@ -220,14 +231,14 @@ def decode_attention(
     if batch == 0:
         return
     heads_at_once, tokens_at_once = _row_block(q, spec)
-    few = heads_at_once * tokens_at_once <= MAX_ROWS // 2
-    kernel = _kernel(spec, q.dtype, MAX_ROWS // 2 if few else MAX_ROWS, device)
     stream = torch.cuda.current_stream(device).cuda_stream
     aligned = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3]) and q.data_ptr() % 16 == 0
     columns = block_table.shape[1]
-    units = max(columns, 1) + (spec.exact_tokens + 16) // 8
-    if batch * units * spec.num_kv_heads >= 2**31:
+    if _units(spec, batch, columns) >= 2**31:
         refuse("block_table.shape", list(block_table.shape), "times num_kv_heads must be below 2**31")
+    few = heads_at_once * tokens_at_once <= MAX_ROWS // 2
+    small = is_small(spec, batch, columns, device)
+    kernel = _kernel(spec, q.dtype, MAX_ROWS // 2 if few else MAX_ROWS, small, device)
     q = q if aligned else q.clone(memory_format=torch.contiguous_format)
     target = out if out.stride(3) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()

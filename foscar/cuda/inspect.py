@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -86,7 +87,8 @@ def shipped_variants() -> Iterator[DecodeConfig]:
                     # A block that is being filled is exact, too.
                     for sinks in (64,) if "channel" in (k.axis, v.axis) else (0, 64):
                         spec = CacheSpec(k, v, 8, head_dim, sink_tokens=sinks)
-                        shapes = (DecodeConfig.choose(spec, dtype, rows) for rows in (MAX_ROWS // 2, MAX_ROWS))
+                        calls = itertools.product((MAX_ROWS // 2, MAX_ROWS), (False, True))
+                        shapes = (DecodeConfig.choose(spec, dtype, *call) for call in calls)
                         yield from dict.fromkeys(shapes)
 
 
@@ -101,7 +103,8 @@ def sample_variants() -> Iterator[DecodeConfig]:
         for i, (k, v, rows) in enumerate(sample):
             spec = CacheSpec(k, v, 8, head_dim, sink_tokens=i // 2 % 2 * 64)
             dtypes = _dtypes(spec)
-            yield DecodeConfig.choose(spec, dtypes[i % len(dtypes)], rows)
+            shapes = (DecodeConfig.choose(spec, dtypes[i % len(dtypes)], rows, small) for small in (False, True))
+            yield from dict.fromkeys(shapes)
 
 
 def _quantizers(head_dim: int) -> list[QuantSpec]:
@@ -142,8 +145,8 @@ def inspect(config: DecodeConfig, arch: str) -> KernelReport:
         name = _TENSOR.findall(lines[i])[0]
         opcodes[name] = opcodes.get(name, 0) + 1
     operations = sum(bool(_UNPACK.search(line) or _CONVERT.search(line)) for line in lines[: products[-1] + 1])
-    passes = 1 if config.halves else 2
-    elements = 2 * PAGE_SIZE * config.spec.head_dim // 32 // passes  # of a lane
+    passes, copies = 1 if config.halves else 2, 2  # of a pass's code: for plain pages, and for all
+    elements = copies * 2 * PAGE_SIZE * config.spec.head_dim // 32 // passes  # of a lane
     return KernelReport(
         config.name,
         arch,
@@ -159,7 +162,7 @@ def inspect(config: DecodeConfig, arch: str) -> KernelReport:
         stack,
         config.shared_bytes,
         round(operations / elements, 3),
-        {name: count * passes for name, count in opcodes.items()},
+        {name: count * passes // copies for name, count in opcodes.items()},
     )
 
 

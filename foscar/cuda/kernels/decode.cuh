@@ -28,11 +28,10 @@ struct Ctas {
 template <typename Config>
 struct alignas(128) SharedMemory {
   static constexpr int kSlots = 2 * Config::kWarps;  // a warp's first and last partial result
-  static constexpr int kUnits = 32;                  // looked up by a warp, half of them at a time
-  static_assert(kSlots <= 32 && Config::kStages <= kUnits / 2, "a lane for each");
+  static_assert(kSlots <= 32 && Config::kUnits <= 32 && Config::kStages < Config::kUnits / 2, "a lane for each");
   uint8_t stages[Config::kWarps][Config::kStages][Config::kRecordBytes];  // and a warp's last partial result
   uint64_t full[Config::kWarps][Config::kStages];
-  Unit units[Config::kWarps][kUnits];
+  Unit units[Config::kWarps][Config::kUnits];  // looked up half of them at a time
   float max[kSlots][kRows], sum[kSlots][kRows];
   Cursor<Config> cursors[Config::kWarps];
   int first[Config::kWarps], begin[Config::kWarps];  // units: first of a warp's, and of the segment that it is at
@@ -125,7 +124,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   using S = Shape<Config>;
   extern __shared__ __align__(128) uint8_t memory[];
   auto& smem = *reinterpret_cast<SharedMemory<Config>*>(memory);
-  constexpr int kUnits = SharedMemory<Config>::kUnits;
+  constexpr int kUnits = Config::kUnits;
   static_assert(sizeof(smem) == Config::kSharedBytes, "what the host asks for");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
@@ -155,18 +154,18 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     const Visible visible = visible_keys<Config>(args, b, length);
     const int* source = nullptr;
     if (unit.index < visible.num_pages) {
-      const int column = visible.first_page + unit.index;
+      const int column = visible.first_page + unit.index, position = column * kPageSize;
       if (column < args.block_table_columns)
         source = args.block_table + b * static_cast<int64_t>(args.block_table_stride) + column;
-      unit.position = column * kPageSize;
-      if (unit.position < max(visible.begin, visible.common_begin(args)) ||
-          unit.position + kPageSize > min(visible.end, visible.common_end(args)))
-        unit.position += Unit::kMasked;
+      unit.what += position - Unit::kNothing;
+      if (position < max(visible.begin, visible.common_begin(args)) ||
+          position + kPageSize > min(visible.end, visible.common_end(args)))
+        unit.what += Unit::kMasked;
     } else if (visible.length > 0) {
-      unit.position = Unit::kExact;
+      unit.what += Unit::kExact - Unit::kNothing;
     }
     Unit& place = smem.units[warp][(start + lane) % kUnits];
-    place.segment = unit.segment, place.index = unit.index, place.position = unit.position;
+    place.segment = unit.segment, place.index = unit.index, place.what = unit.what;
     return source;
   };
   auto copy_page_number = [&](const int* source, unsigned start) {
@@ -199,13 +198,12 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   }
 
   // Records are fetched kStages ahead, across the borders of segments.
-  auto fetch = [&](unsigned i, unsigned stage) {
-    const Unit unit = smem.units[warp][i % kUnits];
+  auto fetch = [&](const Unit& unit, unsigned stage) {
     const uint32_t barrier = smem_address(&smem.full[warp][stage]);
-    if (Config::kExact && unit.position == Unit::kExact) {
+    if (Config::kExact && unit.what & Unit::kExact) {
       fetch_exact<Config>(args, unit, smem.stages[warp][stage], barrier);
     } else if (lane == 0) {
-      const bool is_page = unit.position >= 0;
+      const bool is_page = unit.is_page();
       mbarrier_arrive_expect_tx(barrier, is_page ? Config::kRecordBytes : 0);
       if (is_page) {
         const uint32_t head = static_cast<uint32_t>(unit.segment) % Config::kKVHeads;
@@ -253,43 +251,49 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       *reinterpret_cast<float2*>(smem.sum[slot] + column) = {state.sum[0], state.sum[1]};
     }
   };
+  unsigned stage = 0, parity = 0;
   for (unsigned i = 0; i < count;) {
     __syncwarp();  // all have done with the last segment
-    if (lane == 0) smem.begin[warp] = smem.first[warp] + i - smem.units[warp][i % kUnits].index;
-    const QueryRuns<Config> runs(args, smem.units[warp][i % kUnits].segment);
+    const Unit first = smem.units[warp][i % kUnits];
+    if (lane == 0) smem.begin[warp] = smem.first[warp] + i - first.index;
+    const QueryRuns<Config> runs(args, first.segment);
     if (i == 0) {
       cp_async_wait_all();
       __syncwarp();
-      fetch(0, 0);
+      fetch(smem.units[warp][0], 0);
     }
     const Query<Config> query(args, runs);
     if (i == 0)  // not before all warps have asked for their first
-      for (unsigned j = 1; j < min(count, Config::kStages); ++j) fetch(j, j);
+      for (unsigned j = 1; j < min(count, Config::kStages); ++j) fetch(smem.units[warp][j], j);
     state.clear();
+    bool is_last;
     do {
-      const unsigned round = i / Config::kStages, stage = i - round * Config::kStages;
-      const Unit unit = smem.units[warp][i % kUnits];
-      mbarrier_wait(smem_address(&smem.full[warp][stage]), round & 1);
-      if (unit.position >= 0) {
+      constexpr unsigned kHalf = kUnits / 2;
+      const unsigned next = i + Config::kStages;
+      if (const unsigned place = i % kHalf; place == 0 || place == kHalf - Config::kStages) {
+        if (place != 0) {  // what is next is the first of a half of the table
+          cp_async_wait_all();
+          __syncwarp();
+        } else if (i > 0) {  // the half of the table before this one has been used
+          const Cursor<Config> cursor = smem.cursors[warp];
+          copy_page_number(look_up(cursor, cursor.load(args), i + kHalf, kHalf), i + kHalf);
+        }
+      }
+      const Unit& unit = smem.units[warp][i % kUnits];
+      const bool is_page = unit.is_page();
+      const Unit ahead = smem.units[warp][next % kUnits];
+      mbarrier_wait(smem_address(&smem.full[warp][stage]), parity);
+      if (is_page) {
         attend_page(args, smem.stages[warp][stage], query, state, unit);
-      } else if (Config::kExact && unit.position == Unit::kExact) {
+      } else if (Config::kExact && unit.what & Unit::kExact) {
         attend_exact(args, smem.stages[warp][stage], state, unit);
       }
       __syncwarp();
-      if (const unsigned next = i + Config::kStages; next < count) {
-        if (next % (kUnits / 2) == 0) {
-          cp_async_wait_all();
-          __syncwarp();
-        }
-        if (i % (kUnits / 2) == 0 && i > 0) {  // the half of the table before this one has been used
-          const Cursor<Config> cursor = smem.cursors[warp];
-          const unsigned start = i + kUnits / 2;
-          copy_page_number(look_up(cursor, cursor.load(args), start, kUnits / 2), start);
-        }
-        fetch(next, stage);
-      }
+      if (next < count) fetch(ahead, stage);
+      if (++stage == Config::kStages) stage = 0, parity ^= 1;
+      is_last = unit.what & Unit::kLast;
       ++i;
-    } while (i < count && smem.units[warp][i % kUnits].index > 0);
+    } while (i < count && !is_last);
     finish_segment(smem.units[warp][(i - 1) % kUnits].segment, smem.begin[warp], i == count);
   }
   __syncthreads();

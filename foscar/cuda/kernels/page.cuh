@@ -284,20 +284,20 @@ __device__ __forceinline__ void add_values(State<Config>& state, const uint8_t* 
   }
 }
 
-// Attends to a pass's tokens of a page.
-template <typename Config>
-__device__ __forceinline__ void attend_pass(const DecodeArguments& args, const uint8_t* record,
+// Attends to a pass's tokens of a page. kPlain is the fast way, for what all pages in the middle of a sequence are: all
+// tokens seen, no cap on scores, and no maximum to be raised. Returns false, with nothing done, if one has to be.
+template <bool kPlain, typename Config>
+__device__ __forceinline__ bool attend_pass(const DecodeArguments& args, const uint8_t* record,
                                             const Query<Config>& query, State<Config>& state, const Unit& unit,
                                             int pass) {
   using S = Shape<Config>;
   constexpr int kTokens = S::kTokens;
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const int first = (Config::kHalves ? c / 2 : pass) * kTokens;
-  const bool masked = unit.position & Unit::kMasked;
-  const int first_key = unit.position - Unit::kMasked + 8 * first + g;  // if masked
+  const bool masked = !kPlain && unit.what & Unit::kMasked, capped = !kPlain && args.softcap > 0.f;
+  const int first_key = unit.position() + 8 * first + g;
 
   float s[kTokens][2];
-  const bool capped = args.softcap > 0.f;
   score(s, record, query, pass, {capped ? 0.f : -state.max[0], capped ? 0.f : -state.max[1]});
   if (capped) {
 #pragma unroll
@@ -367,7 +367,9 @@ __device__ __forceinline__ void attend_pass(const DecodeArguments& args, const u
     }
     return !__hble2(top, __float2half2_rn(kMostScaled));
   };
-  if (state.any_fresh || __any_sync(kAllLanes, exponentiate())) {
+  if constexpr (kPlain) {
+    if (__any_sync(kAllLanes, exponentiate())) return false;
+  } else if (state.any_fresh || __any_sync(kAllLanes, exponentiate())) {
     float scales[kTokens];
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) scales[i] = Config::kVChannelWise ? 1.f : 0.f;
@@ -412,13 +414,18 @@ __device__ __forceinline__ void attend_pass(const DecodeArguments& args, const u
       }
     }
   add_values(state, record, p, pass);
+  return true;
 }
 
 template <typename Config>
 __device__ __forceinline__ void attend_page(const DecodeArguments& args, const uint8_t* record,
                                             const Query<Config>& query, State<Config>& state, const Unit& unit) {
 #pragma unroll 1
-  for (int pass = 0; pass < Shape<Config>::kPasses; ++pass) attend_pass(args, record, query, state, unit, pass);
+  for (int pass = 0; pass < Shape<Config>::kPasses; ++pass) {
+    const bool is_plain = !(unit.what & Unit::kMasked) && !state.any_fresh && !(args.softcap > 0.f);
+    if (is_plain && attend_pass<true>(args, record, query, state, unit, pass)) continue;
+    attend_pass<false>(args, record, query, state, unit, pass);
+  }
 }
 
 }  // namespace foscar

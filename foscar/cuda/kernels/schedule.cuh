@@ -87,13 +87,18 @@ __device__ __forceinline__ ExactBlock exact_block(const Visible& visible, int bl
 
 // What lies in a stage.
 struct Unit {
-  int segment;   // sequence * kKVHeads + head
-  int index;     // among the segment's units
-  int position;  // a page: of its first token, plus kMasked; or one of the following
-  int page;
+  int segment;  // sequence * kKVHeads + head
+  int index;    // among the segment's units
+  int page;     // its number
+  int what;     // of a page, the position of its first token; and some of the following
 
-  static constexpr int kMasked = 1;  // not all of its tokens are seen by all rows
-  static constexpr int kExact = -1, kNothing = -2;
+  static constexpr int kMasked = 1;   // not all of its tokens are seen by all rows
+  static constexpr int kExact = 2;    // exact tokens, no page
+  static constexpr int kNothing = 4;  // an empty sequence has it
+  static constexpr int kLast = 8;     // of the segment
+
+  __device__ __forceinline__ bool is_page() const { return !(what & (kExact | kNothing)); }
+  __device__ __forceinline__ int position() const { return what & ~(kPageSize - 1); }
 };
 
 // The length of this lane's sequence, the units of one of its heads, and their sum over this and all lanes before.
@@ -136,7 +141,7 @@ struct Cursor {
   // Finds the unit that each lane asks for, beginning with what was loaded last; `wanted` must not be before any that
   // was asked for earlier.
   __device__ __forceinline__ Found find(const DecodeArguments& args, Units units, int wanted, bool asks) {
-    Found found = {{-1, -1, Unit::kNothing, 0}, 0};
+    Found found = {{-1, -1, 0, Unit::kNothing}, 0};
     while (true) {
       const int after = before + units.total(args);
       int i = 0;  // lanes whose sequences end at or before the wanted unit
@@ -151,6 +156,7 @@ struct Cursor {
         const int within = wanted - its_before * Config::kKVHeads, head = small_quotient(within, own);
         found.unit.segment = (first + i) * Config::kKVHeads + head;
         found.unit.index = within - head * own;
+        if (found.unit.index == own - 1) found.unit.what |= Unit::kLast;
         found.length = length;
         asks = false;
       }
