@@ -79,7 +79,9 @@ class Run:
     def _row(self, case: Case, timing: Timing, times: dict[str, float]) -> Row:
         point, spec = case.point, case.spec
         rows = min(point.num_q_heads // point.num_kv_heads, MAX_ROWS)
-        small = is_small(spec, point.batch, max(point.seq_pages), self.device.index)
+        on_gpu = self.device.type == "cuda"
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else 0
+        small = is_small(spec, point.batch, max(point.seq_pages), sms)
         bf16 = [times[column] for column in ("fa2_bf16_us", "xqa_bf16_us") if column in times]
         return Row(
             point.num_q_heads,

@@ -67,18 +67,23 @@ class _Kernel:
 
 @functools.cache
 def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, small: bool, device: int) -> _Kernel:
-    """Compile and load the variant for a spec."""
+    """Return the variant for a spec."""
+    return _load(DecodeConfig.choose(spec, dtype, rows, small), device)
+
+
+@functools.cache
+def _load(config: DecodeConfig, device: int) -> _Kernel:
+    """Compile and load a variant: once, whatever calls it serves."""
     core = cuda_core()
     from cuda.bindings import driver
 
-    config = DecodeConfig.choose(spec, dtype, rows, small)
     properties = torch.cuda.get_device_properties(device)
     arch = f"sm_{properties.major}{properties.minor}a"
     library = core.ObjectCode.from_cubin(compile_cubin(config.source(), arch, config.name))
     kernel = library.get_kernel("decode")
     dynamic = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _check(driver.cuKernelSetAttribute(dynamic, config.shared_bytes, kernel.handle, device)[0])
-    logger.debug("%s for %s: %s, %d warps, %d stages", config.name, spec, arch, config.warps, config.stages)
+    logger.debug("%s for %s: %s, %d warps, %d stages", config.name, config.spec, arch, config.warps, config.stages)
     # The next launch may begin before this one ends: the kernel waits for what came before it.
     early = driver.CUlaunchAttribute()
     early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -98,9 +103,8 @@ def _units(spec: CacheSpec, batch: int, columns: int) -> int:
     return batch * (max(columns, 1) + (spec.exact_tokens + 16) // 8) * spec.num_kv_heads
 
 
-def is_small(spec: CacheSpec, batch: int, columns: int, device: int) -> bool:
-    """Return whether work is little even if all sequences are as long as block tables allow."""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
+def is_small(spec: CacheSpec, batch: int, columns: int, sms: int) -> bool:
+    """Return whether work is little for so many SMs, even if all sequences are as long as block tables allow."""
     return _units(spec, batch, columns) <= MOST_SMALL_PAGES * sms
 
 
@@ -237,7 +241,7 @@ def decode_attention(
     if _units(spec, batch, columns) >= 2**31:
         refuse("block_table.shape", list(block_table.shape), "times num_kv_heads must be below 2**31")
     few = heads_at_once * tokens_at_once <= MAX_ROWS // 2
-    small = is_small(spec, batch, columns, device)
+    small = is_small(spec, batch, columns, torch.cuda.get_device_properties(device).multi_processor_count)
     kernel = _kernel(spec, q.dtype, MAX_ROWS // 2 if few else MAX_ROWS, small, device)
     q = q if aligned else q.clone(memory_format=torch.contiguous_format)
     target = out if out.stride(3) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)

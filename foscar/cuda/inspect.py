@@ -44,7 +44,7 @@ class KernelReport:
     k_bits, v_bits, head_dim, rows : int
         Of what it reads, and the most query rows of a KV head that it takes.
     warps, stages : int
-        Warps of a CTA, of which an SM has one, and records in flight for each.
+        Warps of a CTA, of which an SM has one, or two if it is small, and records in flight for each.
     registers : int
         Of a thread.
     spill_bytes : int
