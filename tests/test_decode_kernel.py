@@ -65,7 +65,7 @@ def check(batch: Batch, q: torch.Tensor, **options: object) -> None:
     for most in (0, 2**31) if DecodeConfig.choose(spec, q.dtype, MAX_ROWS, True).small else (0,):
         out = torch.full_like(q, torch.nan)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decode_kernel, "MOST_SMALL_PAGES", most)
+            patch.setattr(decode_kernel, "SMALL_PAGES", (0, most))
             _, lse = foscar.decode_attention(q, batch.cache, **batch.tables, out=out, return_lse=True, **options)
         compare(batch, q, out, lse, **options)
 

@@ -14,7 +14,7 @@ import torch
 
 from foscar._checks import refuse
 from foscar.cuda.compiler import compile_cubin, cuda_core
-from foscar.cuda.config import CTA_PART_FLOATS, MAX_ROWS, MOST_SMALL_PAGES, WARP_PART_FLOATS, DecodeConfig
+from foscar.cuda.config import CTA_PART_FLOATS, MAX_ROWS, SMALL_PAGES, WARP_PART_FLOATS, DecodeConfig
 from foscar.layout import CacheSpec
 
 logger = logging.getLogger("foscar")
@@ -105,7 +105,8 @@ def _units(spec: CacheSpec, batch: int, columns: int) -> int:
 
 def is_small(spec: CacheSpec, batch: int, columns: int, sms: int) -> bool:
     """Return whether work is little for so many SMs, even if all sequences are as long as block tables allow."""
-    return _units(spec, batch, columns) <= MOST_SMALL_PAGES * sms
+    least, most = SMALL_PAGES
+    return least * sms <= _units(spec, batch, columns) <= most * sms
 
 
 def _row_block(q: torch.Tensor, spec: CacheSpec) -> tuple[int, int]:

@@ -34,9 +34,9 @@ struct alignas(128) SharedMemory {
   Unit units[Config::kWarps][Config::kUnits];  // looked up half of them at a time
   float max[kSlots][kRows], sum[kSlots][kRows];
   Cursor<Config> cursors[Config::kWarps];
-  int first[Config::kWarps], begin[Config::kWarps];  // units: first of a warp's, and of the segment that it is at
-  unsigned quota[Config::kWarps];                    // units of a CTA, for each to read
-  int segments[kSlots];                              // -1: none
+  int first[Config::kWarps], end[Config::kWarps];  // units: a warp's first, and the first after its last segment
+  unsigned quota[Config::kWarps];                  // units of a CTA, for each to read
+  int segments[kSlots];                            // -1: none
   Ctas ctas[kSlots];
   static_assert(sizeof(stages[0]) >= Shape<Config>::kPartVectors * sizeof(float4), "a partial result fits");
 };
@@ -147,9 +147,10 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   unsigned count = 0;
   auto look_up = [&](Cursor<Config> cursor, const Units& units, unsigned start, int number) -> const int* {
     const bool asks = lane < number && start + lane < count;
-    auto [unit, length] = cursor.find(args, units, smem.first[warp] + start + lane, asks);
+    auto [unit, end, length] = cursor.find(args, units, smem.first[warp] + start + lane, asks);
     if (lane == 0) smem.cursors[warp] = cursor;
     if (!asks) return nullptr;
+    if (start + lane == count - 1) smem.end[warp] = end;
     const int b = unit.segment / Config::kKVHeads;
     const Visible visible = visible_keys<Config>(args, b, length);
     const int* source = nullptr;
@@ -215,12 +216,13 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   };
 
   State<Config> state;
-  auto finish_segment = [&](int segment, int begin, bool is_last) {
+  auto finish_segment = [&](const Unit& last, int after, bool is_last) {
     state.settle();
     const int column = 2 * (lane % 4), g = lane / 4;
     const bool has_rows = column < S::kRowMask;
     const int first = smem.first[warp], stop = first + static_cast<int>(count);
-    const int end = begin + visible_keys<Config>(args, segment / Config::kKVHeads).units();
+    const int segment = last.segment, begin = after - 1 - last.index;
+    const int end = last.what & Unit::kLast ? after : smem.end[warp];
     if (begin >= first && end <= stop) {
       if (!has_rows) return;
 #pragma unroll
@@ -254,9 +256,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
   unsigned stage = 0, parity = 0;
   for (unsigned i = 0; i < count;) {
     __syncwarp();  // all have done with the last segment
-    const Unit first = smem.units[warp][i % kUnits];
-    if (lane == 0) smem.begin[warp] = smem.first[warp] + i - first.index;
-    const QueryRuns<Config> runs(args, first.segment);
+    const QueryRuns<Config> runs(args, smem.units[warp][i % kUnits].segment);
     if (i == 0) {
       cp_async_wait_all();
       __syncwarp();
@@ -294,7 +294,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       is_last = unit.what & Unit::kLast;
       ++i;
     } while (i < count && !is_last);
-    finish_segment(smem.units[warp][(i - 1) % kUnits].segment, smem.begin[warp], i == count);
+    finish_segment(smem.units[warp][(i - 1) % kUnits], smem.first[warp] + i, i == count);
   }
   __syncthreads();
   merge_partial_results(args, smem);

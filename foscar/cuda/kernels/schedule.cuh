@@ -109,10 +109,10 @@ struct Units {
   }
 };
 
-// Some unit, and the length of its sequence.
+// Some unit, the first one after its segment, and the length of its sequence.
 struct Found {
   Unit unit;
-  int length;
+  int end, length;
 };
 
 // A warp's view of the sequences, 32 at a time, a lane each.
@@ -141,7 +141,7 @@ struct Cursor {
   // Finds the unit that each lane asks for, beginning with what was loaded last; `wanted` must not be before any that
   // was asked for earlier.
   __device__ __forceinline__ Found find(const DecodeArguments& args, Units units, int wanted, bool asks) {
-    Found found = {{-1, -1, 0, Unit::kNothing}, 0};
+    Found found = {{-1, -1, 0, Unit::kNothing}, 0, 0};
     while (true) {
       const int after = before + units.total(args);
       int i = 0;  // lanes whose sequences end at or before the wanted unit
@@ -157,6 +157,7 @@ struct Cursor {
         found.unit.segment = (first + i) * Config::kKVHeads + head;
         found.unit.index = within - head * own;
         if (found.unit.index == own - 1) found.unit.what |= Unit::kLast;
+        found.end = its_before * Config::kKVHeads + (head + 1) * own;
         found.length = length;
         asks = false;
       }
