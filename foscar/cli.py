@@ -112,7 +112,7 @@ def kernels(
 
 @app.command()
 def bench(
-    grid: Annotated[str, typer.Option(help="quick, headline, features or full.")] = "headline",
+    grid: Annotated[str, typer.Option(help="quick, headline, heads, features or full.")] = "headline",
     bits: Annotated[list[int], typer.Option(help="2 or 4; repeat it for both.")] = [2, 4],  # noqa: B006
     csv: Annotated[Path | None, typer.Option(help="Write each row to this file as it is measured.")] = None,
     peers: Annotated[bool, typer.Option(help="Time FlashInfer's kernels, too, if foscar[bench] is installed.")] = True,

@@ -107,6 +107,7 @@ _AT_32K = [Point(*heads, 128, batch, 32768) for heads in HEADLINE_HEADS for batc
 _SKEWED = Point(32, 8, 128, 8, 256 << 10, skewed=True)
 _EVEN = Point(32, 8, 128, 8, sum(_SKEWED.seq_lens) // 8)
 _HEADLINE = _each(_grid(HEADLINE_HEADS) + _AT_32K, ["token-wise"])
+_MORE_HEADS = _each(_grid(MORE_HEADS), ["token-wise"])
 _FEATURES = [
     *_each(_AT_32K[:2], [*SCHEMES]),  # token-wise, too: times compare within one run
     *_each([_SKEWED, _EVEN, *(Point(32, 8, head_dim, 64, 32768) for head_dim in (64, 256))], ["token-wise"]),
@@ -116,8 +117,9 @@ GRIDS: dict[str, list[tuple[Point, str]]] = {
         [Point(32, 8, 128, *shape) for shape in ((1, 4096), (1, 32768), (16, 16384), (64, 32768))], ["token-wise"]
     ),
     "headline": _HEADLINE,
+    "heads": _MORE_HEADS,
     "features": _FEATURES,
-    "full": [*dict.fromkeys([*_HEADLINE, *_each(_grid(MORE_HEADS), ["token-wise"]), *_FEATURES])],
+    "full": [*dict.fromkeys([*_HEADLINE, *_MORE_HEADS, *_FEATURES])],
 }
 
 

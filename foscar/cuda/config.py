@@ -51,7 +51,7 @@ def _warps(spec: CacheSpec, dtype: torch.dtype, halves: bool) -> int:
         return 16 if v_plain and (k_groups == 1 or halves or not exact) else 12
     if v_plain and k_groups == 1:
         return 12 if exact and 4 in (k.bits, v.bits) else 16
-    return 8 if k_groups == 4 and halves and (exact or (k.bits == 4 and v.axis == "channel")) else 12
+    return 8 if k_groups == 4 and halves and (exact or k.bits == 4) else 12
 
 
 @dataclass(frozen=True)
