@@ -44,7 +44,8 @@ def test_grids() -> None:
     assert {(p.num_q_heads, p.num_kv_heads) for p in every} == {(32, 8), (64, 8), (32, 4), (8, 1), (32, 32)}
     assert {point.head_dim for point in every} == {64, 128, 256}
     assert {scheme for _, scheme in GRIDS["features"]} == set(SCHEMES)
-    assert set(GRIDS["full"]) == {each for grid in ("headline", "heads", "features") for each in GRIDS[grid]} and len(GRIDS["quick"]) == 4
+    assert set(GRIDS["full"]) == {case for grid in ("headline", "heads", "features") for case in GRIDS[grid]}
+    assert len(GRIDS["quick"]) == 4
     for heads in (32, 64):
         for batch in (1, 64):
             assert (Point(heads, 8, 128, batch, 32768), "token-wise") in GRIDS["headline"]
