@@ -314,6 +314,15 @@ def test_many_sequences(batch_size: int, gpu: torch.device) -> None:
     check(batch, torch.randn(batch_size, 1, 8, 64, device=gpu).bfloat16())
 
 
+@pytest.mark.parametrize("length", [15_000, 70_000])
+@pytest.mark.parametrize("group", [3, 8])
+def test_one_long_sequence(group: int, length: int, gpu: torch.device) -> None:
+    """Whose pages fall to many CTAs, to all of them in the end."""
+    batch = make_batch(foscar.CacheSpec.token_wise(2, 1, 128), [length], gpu, torch.bfloat16)
+    for _ in range(3):
+        check(batch, torch.randn(1, 1, group, 128, device=gpu).bfloat16())
+
+
 def test_nothing_is_written_beside_the_output(gpu: torch.device) -> None:
     batch = make_batch(foscar.CacheSpec.token_wise(2, 3, 128), [5000, 64, 0], gpu, torch.bfloat16)
     q = torch.randn(3, 2, 15, 128, device=gpu).bfloat16()

@@ -69,6 +69,13 @@ def test_schedules(grid: int, warps: int, small: bool) -> None:
         check(T(2, 2, 64), lengths, 2, grid=grid, warps=warps, small=small)
 
 
+def test_a_sequence_of_many_ctas() -> None:
+    """More than a last one merges by itself."""
+    spec = T(2, 1, 64, recent_tokens=3500)
+    for lengths, grid in (([3500], 21), ([3500], 45), ([2900, 700, 1300], 60), ([2900, 3500], 131)):
+        check(spec, lengths, 4, grid=grid, warps=2)
+
+
 def test_scores_that_rise() -> None:
     """Maxima are raised again and again, and partial results of many warps and CTAs differ in theirs."""
     k = torch.randn(3000, 1, 64) * torch.linspace(0.1, 4, 3000)[:, None, None]

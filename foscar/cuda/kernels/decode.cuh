@@ -47,6 +47,9 @@ __device__ __forceinline__ float4* spilled_part(const DecodeArguments& args, int
   return args.warp_parts + (static_cast<int64_t>(blockIdx.x) * Config::kWarps + warp) * Shape<Config>::kPartVectors;
 }
 
+// Of more CTAs than these a segment's last one does not merge all by itself: an SM takes in a part in some 350 cycles.
+constexpr int kFan = 20;
+
 // What the warps of a CTA left in its slots, merged and handed on. A warp takes 64 values of a segment at a time, two a
 // lane.
 template <typename Config>
@@ -95,25 +98,33 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
       const int64_t which = 2 * static_cast<int64_t>(cta) + (cta == ctas.first);
       return args.cta_parts + which * (2 * S::kPartVectors) + pair;
     };
-    if (blockIdx.x < ctas.last) {
-      store_part(part_of(blockIdx.x), merged);
-      continue;
+    // Every kFan-th CTA, counted from the last, merges those before it; the last one then merges what they have.
+    const int cta = blockIdx.x, behind = ctas.last - cta;
+    bool is_left = false;
+#pragma unroll 1
+    for (int stride = 1; stride <= kFan && !is_left; stride *= kFan) {
+      if (is_left = stride == 1 ? behind % kFan != 0 : behind != 0) {
+        store_part(part_of(cta), merged);
+        continue;
+      }
+      const int before = (cta - ctas.first) / stride, count = stride == 1 ? min(before, kFan - 1) : before;
+      merge_parts(merged, count, [&](Part(&parts)[kPartsAtOnce], int first) {
+        auto its_part = [&](int i) { return part_of(cta - stride * min(first + i + 1, count)); };
+        bool absent;
+        do {
+          absent = false;
+#pragma unroll
+          for (int i = 0; i < kPartsAtOnce; ++i) {
+            parts[i] = load_part(its_part(i));
+            absent |= is_absent(parts[i]);
+          }
+        } while (__any_sync(kAllLanes, absent));
+        const float ones = __uint_as_float(kAbsent);  // for the next launch
+#pragma unroll
+        for (int i = 0; i < kPartsAtOnce; ++i) store_part(its_part(i), {{ones, ones}, ones, ones});
+      });
     }
-    merge_parts(merged, ctas.last - ctas.first, [&](Part(&parts)[kPartsAtOnce], int first) {
-      auto its_part = [&](int i) { return part_of(min(ctas.first + first + i, ctas.last - 1)); };
-      bool absent;
-      do {
-        absent = false;
-#pragma unroll
-        for (int i = 0; i < kPartsAtOnce; ++i) {
-          parts[i] = load_part(its_part(i));
-          absent |= is_absent(parts[i]);
-        }
-      } while (__any_sync(kAllLanes, absent));
-      const float ones = __uint_as_float(kAbsent);  // for the next launch
-#pragma unroll
-      for (int i = 0; i < kPartsAtOnce; ++i) store_part(its_part(i), {{ones, ones}, ones, ones});
-    });
+    if (is_left) continue;
     const Output<Config> output(args, smem.segments[leader], row, merged.max, merged.sum, pair < 2 * kColumns);
     output.write(vector / S::kPartLanes, g, merged.o[0], merged.o[1]);
   }
