@@ -56,7 +56,9 @@ def backend(spec: CacheSpec, dtype: torch.dtype, device: torch.device) -> tuple[
         return "reference", reason
     from foscar.cuda.config import MAX_ROWS, DecodeConfig
 
-    shapes = [DecodeConfig.choose(spec, dtype, *call) for call in ((MAX_ROWS // 2,), (MAX_ROWS,), (MAX_ROWS, True))]
+    shapes = [
+        DecodeConfig.choose(spec, dtype, *call) for call in ((MAX_ROWS // 2,), (MAX_ROWS,), (MAX_ROWS // 2, True))
+    ]
     few, many, small = (f"{config.warps} warps of {config.stages} stages" for config in shapes)
     reason = f"decode kernel: {few} for up to {MAX_ROWS // 2} query rows of a KV head, {many} for more"
     return "cuda", f"{reason}, {small} for little work" if shapes[2].small else reason

@@ -15,7 +15,7 @@ from helpers import Batch, all_specs, i32, make_batch, oracle, quant_specs, rela
 import foscar
 from foscar.cuda import decode as decode_kernel
 from foscar.cuda.compiler import compile_cubin, cuda_core
-from foscar.cuda.config import MAX_ROWS, DecodeConfig, unsupported
+from foscar.cuda.config import DecodeConfig, unsupported
 from foscar.layout import HEAD_DIMS
 from foscar.ops import backend
 
@@ -62,10 +62,10 @@ def check(batch: Batch, q: torch.Tensor, **options: object) -> None:
     """Call the variant for much work, and that for little work if there is one."""
     spec = batch.cache.spec
     assert backend(spec, q.dtype, q.device)[0] == "cuda"
-    for most in (0, 2**31) if DecodeConfig.choose(spec, q.dtype, MAX_ROWS, True).small else (0,):
+    for small in dict.fromkeys((False, any(DecodeConfig.choose(spec, q.dtype, rows, True).small for rows in (4, 8)))):
         out = torch.full_like(q, torch.nan)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decode_kernel, "SMALL_PAGES", (0, most))
+            patch.setattr(decode_kernel, "is_small", lambda *_, small=small: small)
             _, lse = foscar.decode_attention(q, batch.cache, **batch.tables, out=out, return_lse=True, **options)
         compare(batch, q, out, lse, **options)
 
@@ -317,7 +317,7 @@ def test_many_sequences(batch_size: int, gpu: torch.device) -> None:
 @pytest.mark.parametrize("length", [15_000, 70_000])
 @pytest.mark.parametrize("group", [3, 8])
 def test_one_long_sequence(group: int, length: int, gpu: torch.device) -> None:
-    """Whose pages fall to many CTAs, to all of them in the end."""
+    """Its parts come from 30 CTAs, or from all; the workspace is left as the next call needs it."""
     batch = make_batch(foscar.CacheSpec.token_wise(2, 1, 128), [length], gpu, torch.bfloat16)
     for _ in range(3):
         check(batch, torch.randn(1, 1, group, 128, device=gpu).bfloat16())

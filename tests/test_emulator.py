@@ -71,7 +71,7 @@ def test_schedules(grid: int, warps: int, small: bool) -> None:
 
 def test_a_sequence_of_many_ctas() -> None:
     """More than a last one merges by itself."""
-    spec = T(2, 1, 64, recent_tokens=3500)
+    spec = T(2, 1, 64, recent_tokens=3500)  # units of 8 tokens: many CTAs' worth, and soon emulated
     for lengths, grid in (([3500], 21), ([3500], 45), ([2900, 700, 1300], 60), ([2900, 3500], 131)):
         check(spec, lengths, 4, grid=grid, warps=2)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +12,6 @@ from foscar.layout import CacheSpec, QuantSpec, record_layout
 
 MAX_ROWS = 8
 ARCHITECTURES = ("sm_90a",)
-# Least and most pages for each SM that are little work. With fewer, the more warps of an SM, the fewer CTAs to merge.
-SMALL_PAGES = (8, 96)
 _TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 # Shared memory of an SM of Hopper; the system takes 1 KiB for each CTA.
 _SM_SHARED_BYTES = 228 * 1024
@@ -80,21 +80,22 @@ class DecodeConfig:
     stages: int
 
     @staticmethod
+    @functools.cache
     def choose(spec: CacheSpec, dtype: torch.dtype, rows: int, small: bool = False) -> DecodeConfig:
         """Pick the variant for a number of query rows of a KV head, and its shape.
 
         As many warps as their registers leave room for, then as many stages as fit, up to 4. If there is little work,
-        a `small` one is better, at least 4 warps of 3 stages in half an SM: where 16 warps would have the registers,
-        and there are no exact tokens, with which work is not dealt out before earlier launches end.
+        half an SM instead, with 8 warps of at least 3 stages, or at least 4 for few rows, which take less arithmetic:
+        where 16 warps would have the registers, and there are no exact tokens, with which no work is dealt out early.
         """
         # Halves of columns would need a few more registers than there are, were there 8 groups of both.
         eight_groups = _groups(spec.k, spec.head_dim) == _groups(spec.v, spec.head_dim) == 8
         halves = rows <= MAX_ROWS // 2 and not eight_groups
         most = _warps(spec, dtype, halves)
-        small = small and most == 16 and not spec.exact_tokens
-        counts = [(True, warps, stages) for warps in range(8, 3, -1) for stages in (4, 3) if small]
-        counts += [(False, warps, stages) for warps in range(most, 0, -1) for stages in (4, 3, 2)]
-        shapes = (DecodeConfig(spec, dtype, halves, *count) for count in counts)
+        sizes = [(False, *size) for size in itertools.product(range(most, 0, -1), (4, 3, 2))]
+        if small and most == 16 and not spec.exact_tokens:
+            sizes = [(True, *size) for size in itertools.product(range(8, 3 if halves else 7, -1), (4, 3))] + sizes
+        shapes = (DecodeConfig(spec, dtype, halves, *size) for size in sizes)
         return next(shape for shape in shapes if shape.ctas * (shape.shared_bytes + 1024) <= _SM_SHARED_BYTES)
 
     @property
@@ -113,7 +114,7 @@ class DecodeConfig:
 
     @property
     def units(self) -> int:
-        """Units that a warp looks up, half of them at a time."""
+        """Units that a warp looks up, half of them at a time: fewer where 8 warps of 3 stages must fit half an SM."""
         return 16 if self.small else 32
 
     @property

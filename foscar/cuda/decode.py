@@ -14,7 +14,7 @@ import torch
 
 from foscar._checks import refuse
 from foscar.cuda.compiler import compile_cubin, cuda_core
-from foscar.cuda.config import CTA_PART_FLOATS, MAX_ROWS, SMALL_PAGES, WARP_PART_FLOATS, DecodeConfig
+from foscar.cuda.config import CTA_PART_FLOATS, MAX_ROWS, WARP_PART_FLOATS, DecodeConfig
 from foscar.layout import CacheSpec
 
 logger = logging.getLogger("foscar")
@@ -66,14 +66,8 @@ class _Kernel:
 
 
 @functools.cache
-def _kernel(spec: CacheSpec, dtype: torch.dtype, rows: int, small: bool, device: int) -> _Kernel:
-    """Return the variant for a spec."""
-    return _load(DecodeConfig.choose(spec, dtype, rows, small), device)
-
-
-@functools.cache
-def _load(config: DecodeConfig, device: int) -> _Kernel:
-    """Compile and load a variant: once, whatever calls it serves."""
+def _kernel(config: DecodeConfig, device: int) -> _Kernel:
+    """Compile and load a variant."""
     core = cuda_core()
     from cuda.bindings import driver
 
@@ -98,15 +92,12 @@ def _load(config: DecodeConfig, device: int) -> _Kernel:
     return _Kernel(function, (library, kernel), config, properties.multi_processor_count, launch, threading.Lock())
 
 
-def _units(spec: CacheSpec, batch: int, columns: int) -> int:
-    """Return how many units of work there can be, with block tables of so many columns, and a few for what is exact."""
-    return batch * (max(columns, 1) + (spec.exact_tokens + 16) // 8) * spec.num_kv_heads
-
-
 def is_small(spec: CacheSpec, batch: int, columns: int, sms: int) -> bool:
-    """Return whether work is little for so many SMs, even if all sequences are as long as block tables allow."""
-    least, most = SMALL_PAGES
-    return least * sms <= _units(spec, batch, columns) <= most * sms
+    """Return whether work is little for so many SMs, even if all sequences are as long as block tables allow.
+
+    With less than that, an SM's warps had better be those of one CTA: the fewer CTAs, the fewer parts to merge.
+    """
+    return 8 * sms <= batch * columns * spec.num_kv_heads <= 96 * sms
 
 
 def _row_block(q: torch.Tensor, spec: CacheSpec) -> tuple[int, int]:
@@ -239,11 +230,10 @@ def decode_attention(
     stream = torch.cuda.current_stream(device).cuda_stream
     aligned = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3]) and q.data_ptr() % 16 == 0
     columns = block_table.shape[1]
-    if _units(spec, batch, columns) >= 2**31:
+    if batch * (max(columns, 1) + (spec.exact_tokens + 16) // 8) * spec.num_kv_heads >= 2**31:  # units, at most
         refuse("block_table.shape", list(block_table.shape), "times num_kv_heads must be below 2**31")
-    few = heads_at_once * tokens_at_once <= MAX_ROWS // 2
     small = is_small(spec, batch, columns, torch.cuda.get_device_properties(device).multi_processor_count)
-    kernel = _kernel(spec, q.dtype, MAX_ROWS // 2 if few else MAX_ROWS, small, device)
+    kernel = _kernel(DecodeConfig.choose(spec, q.dtype, heads_at_once * tokens_at_once, small), device)
     q = q if aligned else q.clone(memory_format=torch.contiguous_format)
     target = out if out.stride(3) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()

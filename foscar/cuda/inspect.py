@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -145,7 +144,8 @@ def inspect(config: DecodeConfig, arch: str) -> KernelReport:
         name = _TENSOR.findall(lines[i])[0]
         opcodes[name] = opcodes.get(name, 0) + 1
     operations = sum(bool(_UNPACK.search(line) or _CONVERT.search(line)) for line in lines[: products[-1] + 1])
-    passes, copies = 1 if config.halves else 2, 2  # of a pass's code: for plain pages, and for all
+    passes = 1 if config.halves else 2
+    copies = 2  # of a pass's code: for plain pages, and for all
     elements = copies * 2 * PAGE_SIZE * config.spec.head_dim // 32 // passes  # of a lane
     return KernelReport(
         config.name,
@@ -170,8 +170,8 @@ def table(reports: list[KernelReport]) -> Table:
     """Lay reports out for a terminal."""
     result = Table(title=f"{len(reports)} kernels for {reports[0].arch}")
     for column in ("kernel", "registers", "spills", "shared", "warps x stages", "ALU/element", "tensor cores"):
-        justify: Any = "left" if column in ("kernel", "tensor cores") else "right"
-        result.add_column(column, justify=justify, no_wrap=column == "kernel", overflow="fold")
+        left = column in ("kernel", "tensor cores")
+        result.add_column(column, justify="left" if left else "right", no_wrap=column == "kernel", overflow="fold")
     for r in reports:
         shape = f"{r.warps} x {r.stages}"
         opcodes = ", ".join(f"{count} {name}" for name, count in r.opcodes.items())

@@ -3,8 +3,8 @@
 // Work. Every warp is a worker of its own: it takes an equal run of units (schedule.cuh), keeps its own ring of stages
 // filled by bulk copies, and meets no barrier until it is done. A run may begin or end inside a segment: what a warp
 // has of such a one is a partial result. Those of a CTA are merged through shared memory. What reaches beyond the CTA
-// goes through global memory to the last CTA of its segment, which awaits it. GPUs start CTAs in order, though CUDA
-// does not promise it: those before it have been started.
+// goes through global memory, in a tree, to the last CTA of its segment. A CTA awaits only some before it: GPUs start
+// CTAs in order, though CUDA does not promise it.
 //
 // Products. Codes enter the tensor cores as they lie: K of one group as unsigned bytes, all others as subnormals of
 // fp16, or of bf16 for channel-wise K (query.cuh, page.cuh). Both products are transposed, S^T = K q^T and O^T = V^T
@@ -28,7 +28,8 @@ struct Ctas {
 template <typename Config>
 struct alignas(128) SharedMemory {
   static constexpr int kSlots = 2 * Config::kWarps;  // a warp's first and last partial result
-  static_assert(kSlots <= 32 && Config::kUnits <= 32 && Config::kStages < Config::kUnits / 2, "a lane for each");
+  static_assert(kSlots <= 32 && Config::kUnits <= 32, "a lane for each");
+  static_assert(Config::kStages < Config::kUnits / 2, "a page's number is there before its record is asked for");
   uint8_t stages[Config::kWarps][Config::kStages][Config::kRecordBytes];  // and a warp's last partial result
   uint64_t full[Config::kWarps][Config::kStages];
   Unit units[Config::kWarps][Config::kUnits];  // looked up half of them at a time
@@ -47,7 +48,7 @@ __device__ __forceinline__ float4* spilled_part(const DecodeArguments& args, int
   return args.warp_parts + (static_cast<int64_t>(blockIdx.x) * Config::kWarps + warp) * Shape<Config>::kPartVectors;
 }
 
-// Of more CTAs than these a segment's last one does not merge all by itself: an SM takes in a part in some 350 cycles.
+// CTAs whose parts one of them merges: an SM takes in a part in some 350 cycles.
 constexpr int kFan = 20;
 
 // What the warps of a CTA left in its slots, merged and handed on. A warp takes 64 values of a segment at a time, two a
@@ -98,16 +99,17 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
       const int64_t which = 2 * static_cast<int64_t>(cta) + (cta == ctas.first);
       return args.cta_parts + which * (2 * S::kPartVectors) + pair;
     };
-    // Every kFan-th CTA, counted from the last, merges those before it; the last one then merges what they have.
+    // In a tree: of what is left, every kFan-th CTA, counted from the last, merges those before it.
     const int cta = blockIdx.x, behind = ctas.last - cta;
-    bool is_left = false;
+    bool handed_on = false;
 #pragma unroll 1
-    for (int stride = 1; stride <= kFan && !is_left; stride *= kFan) {
-      if (is_left = stride == 1 ? behind % kFan != 0 : behind != 0) {
+    for (int stride = 1; stride <= ctas.last - ctas.first; stride *= kFan) {
+      handed_on = behind % (stride * kFan) != 0;
+      if (handed_on) {
         store_part(part_of(cta), merged);
-        continue;
+        break;
       }
-      const int before = (cta - ctas.first) / stride, count = stride == 1 ? min(before, kFan - 1) : before;
+      const int count = min((cta - ctas.first) / stride, kFan - 1);
       merge_parts(merged, count, [&](Part(&parts)[kPartsAtOnce], int first) {
         auto its_part = [&](int i) { return part_of(cta - stride * min(first + i + 1, count)); };
         bool absent;
@@ -124,7 +126,7 @@ __device__ __forceinline__ void merge_partial_results(const DecodeArguments& arg
         for (int i = 0; i < kPartsAtOnce; ++i) store_part(its_part(i), {{ones, ones}, ones, ones});
       });
     }
-    if (is_left) continue;
+    if (handed_on) continue;
     const Output<Config> output(args, smem.segments[leader], row, merged.max, merged.sum, pair < 2 * kColumns);
     output.write(vector / S::kPartLanes, g, merged.o[0], merged.o[1]);
   }
@@ -169,12 +171,12 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       const int column = visible.first_page + unit.index, position = column * kPageSize;
       if (column < args.block_table_columns)
         source = args.block_table + b * static_cast<int64_t>(args.block_table_stride) + column;
-      unit.what += position - Unit::kNothing;
+      unit.what |= position;
       if (position < max(visible.begin, visible.common_begin(args)) ||
           position + kPageSize > min(visible.end, visible.common_end(args)))
-        unit.what += Unit::kMasked;
-    } else if (visible.length > 0) {
-      unit.what += Unit::kExact - Unit::kNothing;
+        unit.what |= Unit::kMasked;
+    } else {
+      unit.what |= visible.length > 0 ? Unit::kExact : Unit::kNothing;
     }
     Unit& place = smem.units[warp][(start + lane) % kUnits];
     place.segment = unit.segment, place.index = unit.index, place.what = unit.what;
@@ -277,7 +279,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
     if (i == 0)  // not before all warps have asked for their first
       for (unsigned j = 1; j < min(count, Config::kStages); ++j) fetch(smem.units[warp][j], j);
     state.clear();
-    bool is_last;
+    bool ends_segment;
     do {
       constexpr unsigned kHalf = kUnits / 2;
       const unsigned next = i + Config::kStages;
@@ -302,9 +304,9 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
       __syncwarp();
       if (next < count) fetch(ahead, stage);
       if (++stage == Config::kStages) stage = 0, parity ^= 1;
-      is_last = unit.what & Unit::kLast;
+      ends_segment = unit.what & Unit::kLast;
       ++i;
-    } while (i < count && !is_last);
+    } while (i < count && !ends_segment);
     finish_segment(smem.units[warp][(i - 1) % kUnits], smem.first[warp] + i, i == count);
   }
   __syncthreads();

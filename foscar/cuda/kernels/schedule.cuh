@@ -141,7 +141,7 @@ struct Cursor {
   // Finds the unit that each lane asks for, beginning with what was loaded last; `wanted` must not be before any that
   // was asked for earlier.
   __device__ __forceinline__ Found find(const DecodeArguments& args, Units units, int wanted, bool asks) {
-    Found found = {{-1, -1, 0, Unit::kNothing}, 0, 0};
+    Found found = {};
     while (true) {
       const int after = before + units.total(args);
       int i = 0;  // lanes whose sequences end at or before the wanted unit
