@@ -139,8 +139,9 @@ def append(
     Raises
     ------
     ValueError
-        If an argument does not fit, or, in the reference backend, a value: lengths, page ids, or a k or v that is not
-        finite. The cache is then as it was.
+        If an argument does not fit, or a value: lengths, page ids, or a k or v that is not finite. The cache is then as
+        it was. The kernel for Hopper does not look at values, which would take waiting for the device, unless
+        ``FOSCAR_DEBUG=1`` is set and no graph is being captured; it writes to no page outside of the cache.
     """
     require(isinstance(cache, PagedKVCache), "cache", type(cache).__name__, "must be a foscar.PagedKVCache")
     spec = cache.spec

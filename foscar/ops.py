@@ -99,7 +99,20 @@ def _decode_attention_cuda(
         attend(q, pages, exact, lengths, block_table, seq_lens, seq_ids, sinks, out, lse, spec, *options)
 
 
-torch.library.impl("foscar::append", ("cpu", "cuda"), _with_spec(cache.append))
+def _append_cuda(pages: torch.Tensor, exact: torch.Tensor, lengths: torch.Tensor, k: torch.Tensor, *rest: Any) -> None:
+    write = cache.append
+    if torch.cuda.get_device_capability(k.device) == (9, 0):
+        from foscar.cuda import append
+
+        write = append.append
+        if os.environ.get("FOSCAR_DEBUG") == "1" and not torch.cuda.is_current_stream_capturing():
+            cache.plan_append(pages, lengths, k, *rest)
+    with torch.cuda.device(k.device):
+        write(pages, exact, lengths, k, *rest)
+
+
+torch.library.impl("foscar::append", "cpu", _with_spec(cache.append))
+torch.library.impl("foscar::append", "cuda", _with_spec(_append_cuda))
 torch.library.impl("foscar::decode_attention", "cpu", _with_spec(attention.decode_attention))
 torch.library.impl("foscar::decode_attention", "cuda", _with_spec(_decode_attention_cuda))
 torch.library.impl("foscar::dequantize", ("cpu", "cuda"), _with_spec(cache.dequantize))

@@ -27,6 +27,7 @@ def seed() -> None:
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setenv("FOSCAR_DEBUG", "1")  # the errors of kernels are then those of the reference
     # With an index, as a tensor's own device has.
     return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")

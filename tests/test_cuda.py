@@ -11,13 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import quant_specs
 from typer.testing import CliRunner
 
 import foscar
 from foscar.cli import app
 from foscar.cuda import compiler, inspect
 from foscar.cuda.compiler import CompileError, compile_cubin
-from foscar.cuda.config import ARCHITECTURES, CTA_PART_FLOATS, WARP_PART_FLOATS, DecodeConfig, unsupported
+from foscar.cuda.config import (
+    ARCHITECTURES,
+    CTA_PART_FLOATS,
+    WARP_PART_FLOATS,
+    AppendConfig,
+    DecodeConfig,
+    unsupported,
+)
+from foscar.layout import HEAD_DIMS
 
 pytest.importorskip("cuda.pathfinder", reason="the CUDA wheels are not installed")
 
@@ -87,6 +96,21 @@ def test_what_the_compiler_makes_of_each_variant(config: DecodeConfig, arch: str
     # As many products as a page has operands, and no conversion beyond a mask or a shift of a word's fields.
     assert report.opcodes == expected_products(config)
     assert report.alu_per_element <= most_alu(config)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_append_variants_have_room_for_many_ctas(dtype: torch.dtype, arch: str) -> None:
+    for head_dim in HEAD_DIMS:
+        quants = quant_specs(head_dim)
+        for i, (k, v) in enumerate(zip(quants, quants[1:] + quants[:1], strict=True)):
+            config = AppendConfig(foscar.CacheSpec(k, v, 8, head_dim, sink_tokens=i % 2), dtype)
+            try:
+                registers, stack, sass = inspect.disassemble(config, arch)
+            except inspect.ToolMissingError as error:
+                pytest.skip(str(error))
+            assert stack == 0 and registers * config.threads * config.ctas <= 65536
+            assert "FRND" not in sass  # a conversion is four times slower than the additions that round
 
 
 def test_16_bit_variants_differ_in_their_type_alone() -> None:

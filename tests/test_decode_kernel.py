@@ -14,6 +14,7 @@ from helpers import Batch, all_specs, i32, make_batch, oracle, quant_specs, rela
 
 import foscar
 from foscar.cuda import decode as decode_kernel
+from foscar.cuda import launch
 from foscar.cuda.compiler import compile_cubin, cuda_core
 from foscar.cuda.config import DecodeConfig, unsupported
 from foscar.layout import HEAD_DIMS
@@ -188,13 +189,13 @@ def test_graphs_may_be_replayed_in_any_order(gpu: torch.device) -> None:
     """None of them owns the workspace that they share, whatever stream it was captured on."""
     spec = foscar.CacheSpec.token_wise(4, 2, 128)
     batches = [make_batch(spec, lens, gpu, torch.bfloat16) for lens in ([9000, 5], [20_000], [3000] * 3)]
-    decode_kernel._workspaces.clear()
+    launch._workspaces.clear()
     captured = []
     for batch in batches:
         q = torch.randn(len(batch.k), 1, 8, 128, device=gpu).bfloat16()
         if not captured:
             with (
-                pytest.raises(ValueError, match="must first be called once outside"),
+                pytest.raises(ValueError, match="must be outside of one"),
                 torch.cuda.graph(torch.cuda.CUDAGraph()),
             ):
                 foscar.decode_attention(q, batch.cache, **batch.tables)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import dataclass
 
 import torch
 
-from foscar.layout import CacheSpec, QuantSpec, record_layout
+from foscar.layout import PAGE_SIZE, CacheSpec, QuantSpec, record_layout
 
 MAX_ROWS = 8
 ARCHITECTURES = ("sm_90a",)
-_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float32: "float"}
 # Shared memory of an SM of Hopper; the system takes 1 KiB for each CTA.
 _SM_SHARED_BYTES = 228 * 1024
 # float32 numbers that an SM's partial results take, of whichever variant: two of the CTA, as many again for maxima and
@@ -80,7 +79,6 @@ class DecodeConfig:
     stages: int
 
     @staticmethod
-    @functools.cache
     def choose(spec: CacheSpec, dtype: torch.dtype, rows: int, small: bool = False) -> DecodeConfig:
         """Pick the variant for a number of query rows of a KV head, and its shape.
 
@@ -126,49 +124,104 @@ class DecodeConfig:
 
     def source(self) -> str:
         """Return the translation unit: constants, and an entry without a mangled name."""
-        layout = record_layout(self.spec)
-        k, v = self.spec.k, self.spec.v
         constants = {
-            "kHeadDim": self.spec.head_dim,
-            "kKVHeads": self.spec.num_kv_heads,
-            "kKBits": k.bits,
-            "kVBits": v.bits,
-            "kKGroups": _groups(k, self.spec.head_dim),
-            "kVGroups": _groups(v, self.spec.head_dim),
-            "kKCodes": layout.k.code_offset,
-            "kKParams": layout.k.param_offset,
-            "kVCodes": layout.v.code_offset,
-            "kVParams": layout.v.param_offset,
-            "kRecordBytes": layout.nbytes,
             "kWarps": self.warps,
             "kStages": self.stages,
             "kUnits": self.units,
             "kSharedBytes": self.shared_bytes,
-        }
-        flags = {
-            "kKChannelWise": k.axis == "channel",
-            "kVChannelWise": v.axis == "channel",
             "kHalves": self.halves,
-            "kExact": self.spec.exact_tokens > 0,
             "kBf16": self.dtype == torch.bfloat16,
         }
-        lines = "\n".join(
-            [f"  static constexpr int {name} = {value};" for name, value in constants.items()]
-            + [f"  static constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
-        )
-        return (
-            '#include "decode.cuh"\n'
-            f"struct Config {{\n  using T = {_TYPES[self.dtype]};\n{lines}\n}};\n"
-            f'extern "C" __global__ __launch_bounds__({self.warps * 32}, {self.ctas})\n'
-            "void decode(const __grid_constant__ foscar::DecodeArguments args) { foscar::decode<Config>(args); }\n"
-        )
+        return _source("decode", "DecodeArguments", self.spec, self.dtype, constants, f"{self.warps * 32}, {self.ctas}")
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    """A variant of the append kernel.
+
+    Attributes
+    ----------
+    spec : CacheSpec
+        What it writes.
+    dtype : torch.dtype
+        dtype of K and V: bfloat16, float16 or float32.
+    """
+
+    spec: CacheSpec
+    dtype: torch.dtype
+    threads = 128
+    ctas = 8  # that the registers of an SM are for: left to itself, the compiler spills some for the sake of more
+
+    @property
+    def name(self) -> str:
+        """What the variant is called in tables and logs."""
+        kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.dtype]
+        exact = "_exact" if self.spec.exact_tokens else ""
+        return f"append_k{self.spec.k}_v{self.spec.v}_d{self.spec.head_dim}{exact}_{kind}"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA: `AppendMemory` in append.cuh."""
+        head_dim = self.spec.head_dim
+        groups = max(_groups(self.spec.k, head_dim), _groups(self.spec.v, head_dim))
+        values = PAGE_SIZE * (head_dim * self.dtype.itemsize + 16)
+        return values + 4 * max(PAGE_SIZE, head_dim) + 8 * max(PAGE_SIZE * groups, head_dim)
+
+    def source(self) -> str:
+        """Return the translation unit: constants, and an entry without a mangled name."""
+        constants = {
+            "kThreads": self.threads,
+            "kSharedBytes": self.shared_bytes,
+            "kKKept": _kept(self.spec.k, self.spec.head_dim),
+            "kVKept": _kept(self.spec.v, self.spec.head_dim),
+        }
+        return _source("append", "AppendArguments", self.spec, self.dtype, constants, f"{self.threads}, {self.ctas}")
+
+
+def _kept(quant: QuantSpec, head_dim: int) -> int:
+    """How many magnitudes of a row are left as they are; 0 if it is not clipped."""
+    size = head_dim if quant.axis == "token" else PAGE_SIZE
+    return 0 if quant.clip == 1 else min(int(quant.clip * size), size - 1) + 1
+
+
+def _source(
+    name: str, arguments: str, spec: CacheSpec, dtype: torch.dtype, more: dict[str, int | bool], bounds: str
+) -> str:
+    layout = record_layout(spec)
+    constants: dict[str, int | bool] = {
+        "kHeadDim": spec.head_dim,
+        "kKVHeads": spec.num_kv_heads,
+        "kKBits": spec.k.bits,
+        "kVBits": spec.v.bits,
+        "kKGroups": _groups(spec.k, spec.head_dim),
+        "kVGroups": _groups(spec.v, spec.head_dim),
+        "kKChannelWise": spec.k.axis == "channel",
+        "kVChannelWise": spec.v.axis == "channel",
+        "kExact": spec.exact_tokens > 0,
+        "kKCodes": layout.k.code_offset,
+        "kKParams": layout.k.param_offset,
+        "kVCodes": layout.v.code_offset,
+        "kVParams": layout.v.param_offset,
+        "kRecordBytes": layout.nbytes,
+        **more,
+    }
+    lines = "\n".join(
+        f"  static constexpr {type(value).__name__} {constant} = {str(value).lower()};"
+        for constant, value in constants.items()
+    )
+    return (
+        f'#include "{name}.cuh"\n'
+        f"struct Config {{\n  using T = {_TYPES[dtype]};\n{lines}\n}};\n"
+        f'extern "C" __global__ __launch_bounds__({bounds})\n'
+        f"void {name}(const __grid_constant__ foscar::{arguments} args) {{ foscar::{name}<Config>(args); }}\n"
+    )
 
 
 def unsupported(spec: CacheSpec, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
     """Return why no kernel serves this, or None."""
     if capability != (9, 0):
         return f"kernels are for compute capability 9.0, this is {capability[0]}.{capability[1]}"
-    if dtype not in _TYPES:
+    if dtype not in (torch.bfloat16, torch.float16):
         return f"kernels take bfloat16 and float16 queries, not {str(dtype)[6:]}"
     if dtype == torch.float16 and spec.k.axis == "channel" and spec.head_dim == 256:
         return "a float16 query takes too many registers for channel-wise keys of head_dim 256"

@@ -5,16 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from foscar._checks import refuse
-from foscar.cuda.compiler import compile_cubin, cuda_core
-from foscar.cuda.config import CTA_PART_FLOATS, MAX_ROWS, WARP_PART_FLOATS, DecodeConfig
+from foscar.cuda.config import CTA_PART_FLOATS, MAX_ROWS, DecodeConfig
+from foscar.cuda.launch import MAX_ARRIVALS, Kernel, workspace
 from foscar.layout import CacheSpec
 
 logger = logging.getLogger("foscar")
@@ -55,41 +52,17 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-@dataclass
-class _Kernel:
-    function: Any
-    library: Any  # that the function belongs to
-    config: DecodeConfig
-    grid: int
-    launch: Any  # CUlaunchConfig, but for the stream
-    lock: threading.Lock  # of that
+@functools.cache
+def _kernel(config: DecodeConfig, device: int) -> Kernel:
+    logger.debug("%s for %s: %d warps, %d stages", config.name, config.spec, config.warps, config.stages)
+    return Kernel(config.source(), "decode", config.name, config.warps * 32, config.shared_bytes, device)
 
 
 @functools.cache
-def _kernel(config: DecodeConfig, device: int) -> _Kernel:
-    """Compile and load a variant."""
-    core = cuda_core()
-    from cuda.bindings import driver
-
-    properties = torch.cuda.get_device_properties(device)
-    arch = f"sm_{properties.major}{properties.minor}a"
-    library = core.ObjectCode.from_cubin(compile_cubin(config.source(), arch, config.name))
-    kernel = library.get_kernel("decode")
-    dynamic = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _check(driver.cuKernelSetAttribute(dynamic, config.shared_bytes, kernel.handle, device)[0])
-    logger.debug("%s for %s: %s, %d warps, %d stages", config.name, config.spec, arch, config.warps, config.stages)
-    # The next launch may begin before this one ends: the kernel waits for what came before it.
-    early = driver.CUlaunchAttribute()
-    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    early.value.programmaticStreamSerializationAllowed = 1
-    launch = driver.CUlaunchConfig()
-    launch.gridDimX = properties.multi_processor_count
-    launch.blockDimX = config.warps * 32
-    launch.gridDimY = launch.gridDimZ = launch.blockDimY = launch.blockDimZ = 1
-    launch.sharedMemBytes = config.shared_bytes
-    launch.attrs, launch.numAttrs = [early], 1
-    function = driver.CUfunction(int(kernel.handle))
-    return _Kernel(function, (library, kernel), config, properties.multi_processor_count, launch, threading.Lock())
+def _variants(spec: CacheSpec, dtype: torch.dtype, rows: int, device: int) -> list[tuple[DecodeConfig, Kernel]]:
+    """Return what serves much work, and what serves little: a first call loads both, as no graph can load one."""
+    configs = [DecodeConfig.choose(spec, dtype, rows, small) for small in (False, True)]
+    return [(config, _kernel(config, device)) for config in configs]
 
 
 def is_small(spec: CacheSpec, batch: int, columns: int, sms: int) -> bool:
@@ -109,7 +82,7 @@ def _row_block(q: torch.Tensor, spec: CacheSpec) -> tuple[int, int]:
 def launches(
     config: DecodeConfig,
     grid: int,
-    workspace: int,
+    parts: int,
     q: torch.Tensor,
     pages: torch.Tensor,
     exact: torch.Tensor,
@@ -142,8 +115,8 @@ def launches(
                 exact.data_ptr(),
                 lengths.data_ptr(),
                 None if seq_ids is None else seq_ids.data_ptr(),
-                workspace,
-                workspace + 4 * grid * CTA_PART_FLOATS,
+                parts,
+                parts + 4 * grid * CTA_PART_FLOATS,
                 (ctypes.c_int64 * 3)(*q.stride()[:3]),
                 (ctypes.c_int64 * 3)(*out.stride()[:3]),
                 (ctypes.c_int64 * 2)(*lse.stride()[:2]),
@@ -163,44 +136,7 @@ def launches(
             )
 
 
-_GRAPHS = -1  # instead of a stream
 _LONGEST_WINDOW = 1 << 30  # more than any sequence has, and far from the ends of a 32-bit integer
-# Partial results, by device and stream.
-_workspaces: dict[tuple[int, int], int] = {}
-
-
-def _workspace(device: int, stream: int) -> int:
-    """Return where there is room for any variant's partial results.
-
-    Those of CTAs are absent, all ones, between launches. A graph must not allocate it: it would be filled when that
-    graph is replayed, not when another one is. So the first launch outside a graph allocates that of graphs, too. It is
-    never freed, and not torch's: a pool of torch's may be that of a graph.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        if (device, _GRAPHS) not in _workspaces:
-            refuse("decode_attention", "captured in a CUDA graph", "must first be called once outside of one")
-        stream = _GRAPHS
-    elif (device, stream) not in _workspaces:
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        for owner in {(device, stream), (device, _GRAPHS)} - _workspaces.keys():
-            _workspaces[owner] = _ones(4 * sms * (CTA_PART_FLOATS + WARP_PART_FLOATS))
-    return _workspaces[device, stream]
-
-
-def _ones(nbytes: int) -> int:
-    from cuda.bindings import driver
-
-    result, pointer = driver.cuMemAlloc(nbytes)
-    if int(result) != 0:
-        raise torch.OutOfMemoryError(f"{nbytes} bytes for the decode kernel's workspace: {result.name}")
-    _check(driver.cuMemsetD8(pointer, 0xFF, nbytes)[0])
-    _check(driver.cuCtxSynchronize()[0])  # whatever stream is to use it
-    return int(pointer)
-
-
-def _check(result: Any) -> None:
-    if int(result) != 0:
-        raise RuntimeError(f"CUDA driver: {result.name}")
 
 
 def decode_attention(
@@ -220,8 +156,6 @@ def decode_attention(
     window_left: int | None,
 ) -> None:
     """Launch the kernel; arguments are those of the reference. More than 8 rows of a KV head take several launches."""
-    from cuda.bindings import driver
-
     device = q.device.index
     batch = q.shape[0]
     if batch == 0:
@@ -232,22 +166,19 @@ def decode_attention(
     columns = block_table.shape[1]
     if batch * (max(columns, 1) + (spec.exact_tokens + 16) // 8) * spec.num_kv_heads >= 2**31:  # units, at most
         refuse("block_table.shape", list(block_table.shape), "times num_kv_heads must be below 2**31")
-    small = is_small(spec, batch, columns, torch.cuda.get_device_properties(device).multi_processor_count)
-    kernel = _kernel(DecodeConfig.choose(spec, q.dtype, heads_at_once * tokens_at_once, small), device)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    variants = _variants(spec, q.dtype, heads_at_once * tokens_at_once, device)
+    config, kernel = variants[is_small(spec, batch, columns, sms)]
     q = q if aligned else q.clone(memory_format=torch.contiguous_format)
     target = out if out.stride(3) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     seq_lens = seq_lens.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
     seq_ids = None if seq_ids is None else seq_ids.contiguous()
-    logger.debug("decode_attention: %s, %s query, %d pages a sequence", kernel.config.name, tuple(q.shape), columns)
+    logger.debug("decode_attention: %s, %s query, %d pages a sequence", config.name, tuple(q.shape), columns)
     tensors = (q, pages, exact, lengths, block_table, seq_lens, seq_ids, sinks, target, lse)
-    workspace = _workspace(device, stream)
-    for arguments in launches(kernel.config, kernel.grid, workspace, *tensors, sm_scale, softcap, window_left):
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        with kernel.lock:
-            kernel.launch.hStream = stream
-            (result,) = driver.cuLaunchKernelEx(kernel.launch, kernel.function, ctypes.addressof(parameters), 0)
-        _check(result)
+    parts = workspace(device, stream) + 4 * MAX_ARRIVALS
+    for arguments in launches(config, sms, parts, *tensors, sm_scale, softcap, window_left):
+        kernel(arguments, sms, stream)
     if target is not out:
         out.copy_(target)

@@ -15,7 +15,7 @@ import torch
 from rich.table import Table
 
 from foscar.cuda.compiler import compile_cubin
-from foscar.cuda.config import MAX_ROWS, DecodeConfig, unsupported
+from foscar.cuda.config import MAX_ROWS, AppendConfig, DecodeConfig, unsupported
 from foscar.layout import HEAD_DIMS, PAGE_SIZE, CacheSpec, QuantSpec
 
 # Fields of the halves or bytes of a word, and shifts that bring others down.
@@ -118,6 +118,17 @@ def _dtypes(spec: CacheSpec) -> list[torch.dtype]:
     return [dtype for dtype in both if unsupported(spec, dtype, (9, 0)) is None]
 
 
+def disassemble(config: DecodeConfig | AppendConfig, arch: str) -> tuple[int, int, str]:
+    """Compile a variant; return its registers and bytes of stack for each thread, and its machine code."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / f"{config.name}.cubin"
+        cubin.write_bytes(compile_cubin(config.source(), arch, config.name))
+        usage = _run("cuobjdump", "--dump-resource-usage", cubin)
+        sass = _run("nvdisasm", "-c", cubin)
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
+    return registers, stack, sass
+
+
 def inspect(config: DecodeConfig, arch: str) -> KernelReport:
     """Compile a variant and read resources and instructions off its cubin.
 
@@ -128,12 +139,7 @@ def inspect(config: DecodeConfig, arch: str) -> KernelReport:
     CompileError
         If the kernel does not compile.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / f"{config.name}.cubin"
-        cubin.write_bytes(compile_cubin(config.source(), arch, config.name))
-        usage = _run("cuobjdump", "--dump-resource-usage", cubin)
-        sass = _run("nvdisasm", "-c", cubin)
-    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
+    registers, stack, sass = disassemble(config, arch)
     # Blocks of code that is entered at their labels. Exact tokens, not a page's, come by matrix loads.
     blocks = [block.splitlines() for block in re.split(r"^\.L_x_\d+:", sass, flags=re.M) if "LDSM" not in block]
     first = next(i for i, block in enumerate(blocks) if any(map(_TENSOR.search, block)))

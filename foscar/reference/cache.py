@@ -98,9 +98,8 @@ def read_block_table(pages: torch.Tensor, block_table: torch.Tensor, positions: 
     return rows
 
 
-def append(
+def plan_append(
     pages: torch.Tensor,
-    exact: torch.Tensor,
     lengths: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -109,8 +108,8 @@ def append(
     cu_seqlens: torch.Tensor,
     seq_ids: torch.Tensor | None,
     spec: CacheSpec,
-) -> None:
-    """Append tokens; arguments are those of `foscar.append` and the tensors of a cache. Errors change nothing."""
+) -> tuple[list[_Move], list[list[int]]]:
+    """Fetch what an append goes by and check it. Returns what it does to each sequence, and in which pages."""
     bounds = cu_seqlens.tolist()
     require(bounds[0] == 0, "cu_seqlens[0]", bounds[0], "must be 0")
     require(bounds[-1] == k.shape[0], "cu_seqlens[-1]", bounds[-1], f"must be the number of tokens in k, {k.shape[0]}")
@@ -124,7 +123,23 @@ def append(
     _check_distinct("block_table", page_rows)
     check_finite("k", k)
     check_finite("v", v)
+    return moves, page_rows
 
+
+def append(
+    pages: torch.Tensor,
+    exact: torch.Tensor,
+    lengths: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_ids: torch.Tensor | None,
+    spec: CacheSpec,
+) -> None:
+    """Append tokens; arguments are those of `foscar.append` and the tensors of a cache. Errors change nothing."""
+    moves, page_rows = plan_append(pages, lengths, k, v, block_table, seq_lens, cu_seqlens, seq_ids, spec)
     # All reads come before the first write, because ring slots are used again.
     leaving = torch.cat([k.new_empty(0, 2, *k.shape[1:]), *(m.gather(exact, k, v) for m in moves)])
     if len(leaving):

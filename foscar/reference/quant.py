@@ -63,7 +63,7 @@ def quantize(
     sign = grouped.new_ones(()) if descending is None else torch.where(descending, -1.0, 1.0)[..., None]
     grouped = grouped * sign
     low, high = grouped.amin(row, keepdim=True), grouped.amax(row, keepdim=True)
-    offset = _round_down_to_bf16(low)
+    offset = _round_down_to_bf16(low + 0.0)  # of zeros of both signs, which is the least is up to the machine
     # Halves, because a difference can exceed float32's range.
     ideal_scale = (0.5 * high - 0.5 * offset) / spec.levels * 2
     words = _pack_words(ideal_scale, sign * offset, spec.axis)

@@ -1,9 +1,10 @@
-"""The decode kernel on a CPU: its own source, over the PTX layer beside this file, made by a host compiler."""
+"""The kernels on a CPU: their own source, over the PTX layer beside this file, made by a host compiler."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import shutil
 import subprocess
 import tempfile
@@ -11,28 +12,30 @@ from pathlib import Path
 
 import torch
 
+import foscar
+from foscar.cuda.append import launch
 from foscar.cuda.compiler import KERNELS
-from foscar.cuda.config import CTA_PART_FLOATS, WARP_PART_FLOATS, DecodeConfig
+from foscar.cuda.config import CTA_PART_FLOATS, WARP_PART_FLOATS, AppendConfig, DecodeConfig
 from foscar.cuda.decode import launches
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 _ENTRY = """
-extern "C" void run(const foscar::DecodeArguments* args, int grid) {
-  static_assert(sizeof(foscar::DecodeArguments) == SIZE);
-  emulator::launch(grid, Config::kWarps * 32, foscar::memory, Config::kSharedBytes,
-                   [&] { foscar::decode<Config>(*args); });
+extern "C" void run(const foscar::ARGUMENTS* args, int grid) {
+  static_assert(sizeof(foscar::ARGUMENTS) == SIZE);
+  emulator::launch(grid, THREADS, foscar::memory, Config::kSharedBytes, [&] { foscar::NAME<Config>(*args); });
 }
 """
 
 
 @functools.cache
-def build(source: str, size: int) -> ctypes.CDLL:
-    """Compile a variant's source, whose arguments take `size` bytes, into a library."""
+def build(source: str, name: str, threads: int, size: int) -> ctypes.CDLL:
+    """Compile a variant's source, of kernel `name` whose arguments take `size` bytes, into a library."""
     with tempfile.TemporaryDirectory() as folder:
         for header in [*KERNELS.glob("*.cuh"), *HERE.glob("*.*h")]:  # the second ptx.cuh takes the place of the first
             shutil.copy(header, folder)
-        entry = _ENTRY.replace("SIZE", str(size))
+        words = {"ARGUMENTS": f"{name.title()}Arguments", "NAME": name, "THREADS": str(threads), "SIZE": str(size)}
+        entry = re.sub("|".join(words), lambda match: words[match[0]], _ENTRY)
         (Path(folder) / "kernel.cc").write_text(source.split('extern "C"')[0] + entry)
         options = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-shared", "-I."]
         options += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # which a GPU insists on, too
@@ -44,6 +47,17 @@ def decode_attention(config: DecodeConfig, grid: int, *tensors_and_options: obje
     """Run a variant on `grid` multiprocessors; the other arguments are those of `foscar.cuda.decode.launches`."""
     workspace = torch.full((grid * (CTA_PART_FLOATS + WARP_PART_FLOATS),), -1, dtype=torch.int32)
     for arguments in launches(config, grid, workspace.data_ptr(), *tensors_and_options):  # type: ignore[arg-type]
-        library = build(config.source(), ctypes.sizeof(arguments))
+        library = build(config.source(), "decode", config.warps * 32, ctypes.sizeof(arguments))
         library.run(ctypes.byref(arguments), grid)
         assert (workspace[: grid * CTA_PART_FLOATS] == -1).all(), "parts of CTAs are absent between launches"
+
+
+def append(spec: foscar.CacheSpec, *tensors: torch.Tensor | None) -> None:
+    """Run the append kernel; the other arguments are those of `foscar.cuda.append.launch`."""
+    k, batch = tensors[3], tensors[5].shape[0]  # type: ignore[union-attr]
+    arrivals = torch.full((batch,), -1, dtype=torch.int32)
+    arguments, ctas = launch(spec, arrivals.data_ptr(), *tensors)  # type: ignore[arg-type]
+    config = AppendConfig(spec, k.dtype)  # type: ignore[union-attr]
+    library = build(config.source(), "append", config.threads, ctypes.sizeof(arguments))
+    library.run(ctypes.byref(arguments), ctas)
+    assert (arrivals == -1).all(), "nobody has arrived between launches"

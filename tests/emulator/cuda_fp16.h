@@ -43,6 +43,12 @@ inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
+inline unsigned atomicAdd(unsigned* sum, unsigned x) {
+  const unsigned old = *sum;
+  *sum += x;
+  return old;
+}
+
 // The device's division is off by up to two units in the last place, here by one or the other.
 inline float __fdividef(float a, float b) {
   const float quotient = a / b;

@@ -309,5 +309,6 @@ inline void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t address) { load_matrice
 
 inline float ex2(float x) { return x < -126.f ? 0.f : exp2f(x); }
 inline float lg2(float x) { return log2f(x); }
+inline float rcp(float x) { return __fdividef(1.f, x); }
 
 }  // namespace foscar

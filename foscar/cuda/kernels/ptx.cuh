@@ -165,6 +165,13 @@ __device__ __forceinline__ float ex2(float x) {
   return y;
 }
 
+// Floating Point Instructions: rcp
+__device__ __forceinline__ float rcp(float x) {
+  float y;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Floating Point Instructions: lg2
 __device__ __forceinline__ float lg2(float x) {
   float y;

@@ -1,0 +1,146 @@
+"""The append kernel, emulated on a CPU and on a GPU: what it leaves is what the reference leaves, bit by bit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import emulator
+import pytest
+import torch
+from helpers import i32, poison, quant_specs, snapshot
+
+import foscar
+from foscar.layout import HEAD_DIMS
+
+T, K = foscar.CacheSpec.token_wise, foscar.CacheSpec.kivi
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(emulator.COMPILER is None, reason="needs a C++ compiler, g++")),
+        pytest.param("cuda:0", marks=pytest.mark.gpu),
+    ]
+)
+def machine(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+def run(cache: foscar.PagedKVCache, *tensors: torch.Tensor) -> None:
+    """Call the kernel; k, v and tables are the CPU's."""
+    spec, own = cache.spec, (cache.pages, cache.exact, cache.lengths)
+    if cache.device.type == "cpu":
+        emulator.append(spec, *own, *tensors)
+    else:
+        torch.ops.foscar.append(*own, *(tensor.to(cache.device) for tensor in tensors), str(spec))
+
+
+class Pair:
+    """A cache that the reference appends to, and one that the kernel does; and how long their sequences are."""
+
+    def __init__(
+        self, spec: foscar.CacheSpec, batch: int, columns: int, dtype: torch.dtype, machine: torch.device
+    ) -> None:
+        self.spec, self.dtype = spec, dtype
+        num_pages = batch * columns + 2
+        devices = torch.device("cpu"), machine
+        self.caches = [foscar.PagedKVCache(spec, num_pages, device, dtype, max_seqs=batch + 2) for device in devices]
+        for cache in self.caches:
+            poison(cache)
+        self.table = torch.randperm(num_pages, dtype=torch.int32)[: batch * columns].view(batch, columns)
+        self.seq_ids = torch.randperm(batch + 2, dtype=torch.int32)[:batch]
+        self.seq_lens = [0] * batch
+
+    def append(self, counts: list[int], kv: torch.Tensor | None = None) -> None:
+        spec = self.spec
+        if kv is None:
+            kv = torch.randn(2, sum(counts), spec.num_kv_heads, spec.head_dim).to(self.dtype)
+        ends = i32([0, *counts]).cumsum(0, dtype=torch.int32)
+        rest = (*kv, self.table, i32(self.seq_lens), ends, self.seq_ids)
+        want, got = self.caches
+        torch.ops.foscar.append(want.pages, want.exact, want.lengths, *rest, str(spec))
+        run(got, *rest)
+        assert snapshot(got) == snapshot(want)
+        self.seq_lens = [length + count for length, count in zip(self.seq_lens, counts, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_all_formats(head_dim: int, dtype: torch.dtype, machine: torch.device) -> None:
+    quants = quant_specs(head_dim)
+    for k, v in zip(quants, quants[1:] + quants[:1], strict=True):
+        pair = Pair(foscar.CacheSpec(k, v, 2, head_dim), 2, 3, dtype, machine)
+        pair.append([70, 3])
+        pair.append([1, 66])
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (4, 0), (0, 1), (0, 30), (64, 128), (100, 7), (200, 64)], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [T(2, 1, 64), K(4, 2, 64), foscar.CacheSpec(foscar.QuantSpec(2), foscar.QuantSpec(4, "channel"), 1, 64)],
+    ids=str,
+)
+def test_windows(spec: foscar.CacheSpec, windows: tuple[int, int], machine: torch.device) -> None:
+    """Appends that cross each border: one token, several, more than a window has."""
+    pair = Pair(replace(spec, sink_tokens=windows[0], recent_tokens=windows[1]), 3, 20, torch.bfloat16, machine)
+    for counts in ([0, 1, 63], [5, 1, 1], [1, 1, 0], [300, 64, 65], [1, 1, 1], [1, 200, 1], [63, 1, 129], [0, 0, 2]):
+        pair.append(counts)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_histories(seed: int, machine: torch.device) -> None:
+    """Also truncated ones, and begun anew, with many sequences."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    quants = quant_specs(64)
+    windows = {"sink_tokens": rng.choice([0, 3, 70]), "recent_tokens": rng.choice([0, 2, 65])}
+    spec = foscar.CacheSpec(rng.choice(quants), rng.choice(quants), rng.choice([1, 3]), 64, **windows)
+    batch = rng.choice([1, 3, 40])
+    pair = Pair(spec, batch, 12, torch.bfloat16, machine)
+    for _ in range(6):
+        pair.append([rng.choice([0, 1, 1, 2, rng.randrange(100)]) for _ in range(batch)])
+        if rng.random() < 0.5 and not spec.block_wise:
+            pair.seq_lens = [rng.choice([length, max(length - rng.randrange(5), 0), 0]) for length in pair.seq_lens]
+
+
+def test_awkward_values(machine: torch.device) -> None:
+    """Constants, zeros of both signs, ties, tiny and huge ranges."""
+    pair = Pair(T(2, 1, 64), 1, 2, torch.float32, machine)
+    rows = [
+        torch.zeros(64),
+        -torch.zeros(64),
+        torch.tensor([0.0, -0.0] * 32),
+        torch.full((64,), -3.7),
+        torch.arange(64) % 4 * 1.0,
+        torch.arange(64) / 2,
+        torch.randn(64) * 1e-38,
+        torch.randn(64) * 1e38,
+        torch.randn(64) + 1e6,
+        torch.arange(64) * 2.0**-70,
+    ]
+    pair.append([2 * len(rows)], torch.stack(rows * 2)[None, :, None].expand(2, -1, -1, -1))
+
+
+@pytest.mark.parametrize("clip", [0.01, 0.5, 0.96, 0.999])
+def test_clipping(clip: float, machine: torch.device) -> None:
+    quants = [replace(quant, clip=clip) for quant in quant_specs(64)]
+    for k, v in zip(quants, quants[1:] + quants[:1], strict=True):
+        Pair(foscar.CacheSpec(k, v, 1, 64, sink_tokens=5), 1, 2, torch.bfloat16, machine).append([100])
+
+
+def test_views_and_bad_tables(machine: torch.device) -> None:
+    """Rows of a packed projection; pages that are not the cache's are not written."""
+    spec = T(2, 2, 64)
+    pair = Pair(spec, 2, 2, torch.bfloat16, machine)
+    qkv = torch.randn(90, 8 * 64).bfloat16()
+    k, v = (qkv[:, begin : begin + 128].view(90, 2, 64) for begin in (256, 384))
+    ends, lens = i32([0, 50, 90]), i32([0, 0])
+    cache = pair.caches[1]
+    run(cache, k, v, pair.table, lens, ends, pair.seq_ids)
+    want = pair.caches[0]
+    foscar.append(want, k, v, pair.table, lens, ends, seq_ids=pair.seq_ids)
+    assert snapshot(cache) == snapshot(want)
+    before = snapshot(cache)
+    for table in (torch.full_like(pair.table, -1), torch.full_like(pair.table, len(cache.pages)), pair.table[:, :0]):
+        run(cache, k, v, table, lens, ends, pair.seq_ids)
+        assert snapshot(cache) == before
