@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 import foscar.ops  # noqa: F401  (defines torch.ops.foscar)
 from foscar._checks import refuse, require, require_index, require_int, require_tensor
-from foscar.layout import CacheSpec
+from foscar.layout import FORMAT_VERSION, CacheSpec
 
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -88,6 +90,101 @@ class PagedKVCache:
     def copy_pages(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy whole pages, int ``[n]`` ids each; `dst` must be distinct."""
         self.pages[dst.long()] = self.pages[src.long()]
+
+    def save_pages(self, pages: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copy whole pages to the host. Exact tokens are not part of pages.
+
+        Parameters
+        ----------
+        pages : torch.Tensor
+            int32 ``[n]``: ids, on the cache's device.
+        out : torch.Tensor, optional
+            Where to, uint8 ``[n, num_kv_heads, record_bytes]`` on the CPU, contiguous; by default a new tensor, pinned
+            if the cache is on a GPU.
+
+        Returns
+        -------
+        torch.Tensor
+            `out`. If it is pinned, the copy runs on the current stream: wait for that before reading it.
+
+        Raises
+        ------
+        ValueError
+            If an argument does not fit.
+        """
+        require_index("pages", pages, ("n",), self.device)
+        shape = (pages.shape[0], *self.pages.shape[1:])
+        if out is None:
+            out = torch.empty(shape, dtype=torch.uint8, pin_memory=self.pages.is_cuda)
+        require_tensor("out", out, shape=shape, dtypes=(torch.uint8,), device=torch.device("cpu"))
+        require(out.is_contiguous(), "out.stride()", out.stride(), "must be that of a contiguous tensor")
+        return out.copy_(self.pages[pages.long()], non_blocking=True)
+
+    def load_pages(self, records: torch.Tensor, pages: torch.Tensor) -> None:
+        """Copy whole pages back from where `save_pages` put them, of this or another cache of an equal spec.
+
+        Parameters
+        ----------
+        records : torch.Tensor
+            uint8 ``[n, num_kv_heads, record_bytes]``, on the CPU or the cache's device. If it is pinned, the copy runs
+            on the current stream: wait for that before writing to it.
+        pages : torch.Tensor
+            int32 ``[n]``: distinct ids to copy to, on the cache's device.
+
+        Raises
+        ------
+        ValueError
+            If an argument does not fit.
+        """
+        require_index("pages", pages, ("n",), self.device)
+        shape = (pages.shape[0], *self.pages.shape[1:])
+        device = self.device if isinstance(records, torch.Tensor) and records.is_cuda else torch.device("cpu")
+        require_tensor("records", records, shape=shape, dtypes=(torch.uint8,), device=device)
+        self.pages[pages.long()] = records.to(self.device, non_blocking=True)
+
+    def save(self, path: str | Path) -> None:
+        """Write everything to a safetensors file, with the spec and the version of the format in its metadata."""
+        from safetensors.torch import save_file
+
+        tensors = {"pages": self.pages, "exact": self.exact, "lengths": self.lengths}
+        metadata = {"foscar": str(FORMAT_VERSION), "spec": self.recipe, "max_seqs": str(self.max_seqs)}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+
+    @classmethod
+    def load(cls, path: str | Path, spec: CacheSpec | None = None, device: torch.device | str = "cpu") -> PagedKVCache:
+        """Read what `save` wrote.
+
+        Parameters
+        ----------
+        path : str or Path
+            The file.
+        spec : CacheSpec, optional
+            What it must hold.
+        device : torch.device or str
+            Where the cache is to live.
+
+        Raises
+        ------
+        ValueError
+            If it is no such file, of another version of the format, or of another spec.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "pt", str(device)) as file:
+                metadata = file.metadata() or {}
+                complete = {"foscar", "spec", "max_seqs"} <= metadata.keys()
+                require(complete, "path", str(path), "must be a file that PagedKVCache.save wrote")
+                rule = f"must be {FORMAT_VERSION}, the one that this version of foscar reads"
+                require(metadata["foscar"] == str(FORMAT_VERSION), "format version", metadata["foscar"], rule)
+                rule = f"must be that of the file, {metadata['spec']}"
+                require(spec is None or str(spec) == metadata["spec"], "spec", str(spec), rule)
+                tensors = {name: file.get_tensor(name) for name in ("pages", "exact", "lengths")}
+        except SafetensorError as error:
+            raise ValueError(f"path={str(path)!r}: must be a safetensors file ({error})") from error
+        cache = cls(CacheSpec.parse(metadata["spec"]), 1, device, max_seqs=int(metadata["max_seqs"]))
+        cache.pages, cache.exact, cache.lengths = tensors["pages"], tensors["exact"], tensors["lengths"]
+        return cache
 
     def copy_exact(self, src: int, dst: int) -> None:
         """Copy one sequence's exact tokens, and their lengths, to another's row."""

@@ -114,6 +114,43 @@ class BlockManager:
             self.cache.copy_exact(seq_id, fork_id)
         return fork_id
 
+    def reorder(self, seq_ids: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """Go on with some of the sequences, each as often as it is named: a step of beam search.
+
+        Parameters
+        ----------
+        seq_ids : sequence of int
+            The sequences so far, each once; those that are no parent end.
+        parents : sequence of int
+            For each sequence from now on, the one of `seq_ids` that it continues.
+
+        Returns
+        -------
+        list of int
+            Their ids, in the order of `parents`: a parent's own where it is first named, then those of forks.
+
+        Raises
+        ------
+        ValueError
+            If a parent is not one of the sequences.
+        OutOfPagesError
+            If the spec keeps exact tokens and there are too many sequences for max_seqs; nothing has changed then.
+        """
+        require(len(set(seq_ids)) == len(seq_ids), "seq_ids", list(seq_ids), "must be distinct")
+        for seq_id in seq_ids:
+            self._entry(seq_id)
+        for parent in parents:
+            require(parent in seq_ids, "parents", parent, f"must be one of {list(seq_ids)}")
+        ended = [seq_id for seq_id in seq_ids if seq_id not in parents]
+        forks = len(parents) - len(set(parents))
+        if self.cache.spec.exact_tokens:
+            rows = self.cache.max_seqs - len(self._entries) + len(ended)
+            if forks > rows:
+                raise OutOfPagesError(f"max_seqs={self.cache.max_seqs}: {forks} rows are needed, {rows} are free")
+        for seq_id in ended:
+            self.free(seq_id)
+        return [self.fork(p) if p in parents[:i] else p for i, p in enumerate(parents)]
+
     def truncate(self, seq_id: int, length: int) -> None:
         """Drop the last tokens of a sequence, the speculated ones for instance.
 
