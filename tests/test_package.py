@@ -16,7 +16,7 @@ ROOT = Path(foscar.__file__).parent
 # From the bottom up: a module imports only from lines above its own.
 LAYERS = [
     ["_version", "_checks"],
-    ["layout", "merge"],
+    ["convert", "layout", "merge"],
     ["reference.quant", "reference.records", "reference.cache", "reference.attention"],
     ["cuda.config", "cuda.compiler"],
     ["cuda.launch"],
