@@ -1,7 +1,7 @@
 """A 2-bit and 4-bit key-value cache for large language models, and decode attention over it."""
 
 from foscar._version import __version__
-from foscar.attention import decode_attention
+from foscar.attention import decode_attention, extend_attention
 from foscar.cache import PagedKVCache, append, dequantize
 from foscar.layout import CacheSpec, QuantSpec
 from foscar.merge import merge_states
@@ -17,5 +17,6 @@ __all__ = [
     "append",
     "decode_attention",
     "dequantize",
+    "extend_attention",
     "merge_states",
 ]

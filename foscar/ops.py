@@ -27,6 +27,11 @@ _SCHEMAS = {
         Tensor q, Tensor pages, Tensor exact, Tensor lengths,
         Tensor block_table, Tensor seq_lens, Tensor? seq_ids, Tensor? sinks, Tensor(a!) out, Tensor(b!) lse,
         str spec, float sm_scale, float? softcap, int? window_left) -> ()""",
+    "foscar::extend_attention": """(
+        Tensor q, Tensor k, Tensor v, Tensor pages, Tensor exact, Tensor lengths,
+        Tensor block_table, Tensor seq_lens, Tensor cu_seqlens, Tensor? seq_ids, Tensor? sinks,
+        Tensor(a!) out, Tensor(b!) lse,
+        str spec, float sm_scale, float? softcap, int? window_left, int block_tokens) -> ()""",
     "foscar::dequantize": """(
         Tensor pages, Tensor exact, Tensor lengths,
         Tensor block_table, Tensor seq_lens, Tensor? seq_ids, str spec) -> (Tensor, Tensor)""",
@@ -115,6 +120,7 @@ torch.library.impl("foscar::append", "cpu", _with_spec(cache.append))
 torch.library.impl("foscar::append", "cuda", _with_spec(_append_cuda))
 torch.library.impl("foscar::decode_attention", "cpu", _with_spec(attention.decode_attention))
 torch.library.impl("foscar::decode_attention", "cuda", _with_spec(_decode_attention_cuda))
+torch.library.impl("foscar::extend_attention", ("cpu", "cuda"), _with_spec(attention.extend_attention))
 torch.library.impl("foscar::dequantize", ("cpu", "cuda"), _with_spec(cache.dequantize))
 
 
@@ -130,4 +136,5 @@ def _dequantize_meta(pages: torch.Tensor, *args: Any) -> tuple[torch.Tensor, tor
 
 torch.library.register_fake("foscar::append", _nothing)
 torch.library.register_fake("foscar::decode_attention", _nothing)
+torch.library.register_fake("foscar::extend_attention", _nothing)
 torch.library.register_fake("foscar::dequantize", _dequantize_meta)

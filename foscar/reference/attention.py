@@ -6,6 +6,7 @@ belong to a token, on the query and the output where they belong to a channel (d
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 
 from foscar.layout import PAGE_SIZE, CacheSpec, OperandLayout, RecordLayout, record_layout
 from foscar.merge import merge_states
-from foscar.reference.cache import SequenceState, read_block_table, read_states
+from foscar.reference.cache import SequenceState, read_block_table, read_bounds, read_states
 from foscar.reference.records import read_codes, read_params
 
 _PAGES_PER_STEP = 64
@@ -63,27 +64,101 @@ def decode_attention(
 
     Arguments are those of `foscar.decode_attention`, its 3-D query unsqueezed, and the tensors of a cache.
     """
-    q_len, group = q.shape[1], q.shape[2] // spec.num_kv_heads
+    q_len = q.shape[1]
     states, visible, page_rows = read_tables(pages, lengths, block_table, seq_lens, seq_ids, spec, q_len, window_left)
     layout = record_layout(spec, pages.device)
     for b, (state, positions, page_ids) in enumerate(zip(states, visible, page_rows, strict=True)):
-        rows = q[b].float().unflatten(1, (spec.num_kv_heads, group)).transpose(0, 1).flatten(1, 2)
-        position = torch.arange(state.length - q_len, state.length, device=q.device).repeat_interleave(group)
-        query = _Query(rows, position, sm_scale, softcap, window_left)
-        parts = [(torch.zeros_like(rows), rows.new_full(rows.shape[:2], -torch.inf))]
-        for tier, slots in state.exact_tiers():
-            if slots:
-                parts.append(_attend_exact(query, exact[state.seq_id][:, :, slots], tier))
-        for i in range(0, len(page_ids), _PAGES_PER_STEP):
-            records = pages[page_ids[i : i + _PAGES_PER_STEP]].transpose(0, 1)
-            start = (positions.start // PAGE_SIZE + i) * PAGE_SIZE
-            parts.append(_attend_pages(query, records, start, state, layout))
-        row_out, row_lse = merge_states(*zip(*parts, strict=True))
-        row_out = row_out.unflatten(1, (q_len, group)).transpose(0, 1).flatten(1, 2)
-        row_lse = row_lse.unflatten(1, (q_len, group)).transpose(0, 1).flatten(1, 2)
-        if sinks is not None:
-            row_out, row_lse = _add_sinks(row_out, row_lse, sinks.float())
-        out[b], lse[b] = row_out.to(out.dtype), row_lse
+        query = _query(q[b], state.length - q_len, spec, sm_scale, softcap, window_left)
+        parts = _attend_cache(query, pages, exact, state, positions, page_ids, layout, _PAGES_PER_STEP)
+        _finish(parts, query, sinks, out[b], lse[b])
+
+
+@_full_float32_products()
+def extend_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    exact: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_ids: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: CacheSpec,
+    sm_scale: float,
+    softcap: float | None,
+    window_left: int | None,
+    block_tokens: int,
+) -> None:
+    """Write attention of new tokens into `out` and `lse`; arguments are those of `foscar.extend_attention`."""
+    bounds = read_bounds(cu_seqlens, "q", q.shape[0])
+    states, visible, page_rows = read_tables(pages, lengths, block_table, seq_lens, seq_ids, spec, 0, window_left)
+    layout = record_layout(spec, pages.device)
+    for state, positions, page_ids, (begin, end) in zip(states, visible, page_rows, bounds, strict=True):
+        if begin == end:
+            continue
+        query = _query(q[begin:end], state.length, spec, sm_scale, softcap, window_left)
+        parts = [_attend_cache(query, pages, exact, state, positions, page_ids, layout, block_tokens // PAGE_SIZE)]
+        new = torch.stack([k[begin:end], v[begin:end]]).permute(2, 0, 1, 3)  # [num_kv_heads, 2, tokens, head_dim]
+        for i in range(0, end - begin, block_tokens):
+            block = new[:, :, i : i + block_tokens]
+            tier = range(state.length + i, state.length + i + block.shape[2])
+            parts.append(iter([_attend_exact(query, block, tier)]))
+        _finish(itertools.chain.from_iterable(parts), query, sinks, out[begin:end], lse[begin:end])
+
+
+def _query(
+    q: torch.Tensor, first: int, spec: CacheSpec, sm_scale: float, softcap: float | None, window_left: int | None
+) -> _Query:
+    """Query tokens ``[q_len, num_q_heads, head_dim]``, the first of them at a position."""
+    group = q.shape[1] // spec.num_kv_heads
+    rows = q.float().unflatten(1, (spec.num_kv_heads, group)).transpose(0, 1).flatten(1, 2)
+    position = torch.arange(first, first + q.shape[0], device=q.device).repeat_interleave(group)
+    return _Query(rows, position, sm_scale, softcap, window_left)
+
+
+def _attend_cache(
+    query: _Query,
+    pages: torch.Tensor,
+    exact: torch.Tensor,
+    state: SequenceState,
+    positions: range,
+    page_ids: list[int],
+    layout: RecordLayout,
+    pages_per_step: int,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Attend to the exact tokens of a sequence, then to those in pages at `positions`, some pages at a time."""
+    for tier, slots in state.exact_tiers():
+        if slots:
+            yield _attend_exact(query, exact[state.seq_id][:, :, slots], tier)
+    for i in range(0, len(page_ids), pages_per_step):
+        records = pages[page_ids[i : i + pages_per_step]].transpose(0, 1)
+        start = (positions.start // PAGE_SIZE + i) * PAGE_SIZE
+        yield _attend_pages(query, records, start, state, layout)
+
+
+def _finish(
+    parts: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    query: _Query,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Merge parts as they come, and write them to `out` ``[q_len, num_q_heads, head_dim]`` and `lse`."""
+    rows = query.rows
+    row_out, row_lse = torch.zeros_like(rows), rows.new_full(rows.shape[:2], -torch.inf)
+    for part_out, part_lse in parts:
+        row_out, row_lse = merge_states([row_out, part_out], [row_lse, part_lse])
+    row_out = row_out.unflatten(1, (out.shape[0], -1)).transpose(0, 1).flatten(1, 2)
+    row_lse = row_lse.unflatten(1, (out.shape[0], -1)).transpose(0, 1).flatten(1, 2)
+    if sinks is not None:
+        row_out, row_lse = _add_sinks(row_out, row_lse, sinks.float())
+    out.copy_(row_out)
+    lse.copy_(row_lse)
 
 
 def read_tables(

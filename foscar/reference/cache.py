@@ -85,6 +85,16 @@ def read_states(
     ]
 
 
+def read_bounds(cu_seqlens: torch.Tensor, name: str, tokens: int) -> list[tuple[int, int]]:
+    """Fetch where the rows of each sequence begin and end, among all those of a tensor `name`, and check that."""
+    bounds = cu_seqlens.tolist()
+    require(bounds[0] == 0, "cu_seqlens[0]", bounds[0], "must be 0")
+    require(bounds[-1] == tokens, "cu_seqlens[-1]", bounds[-1], f"must be the number of tokens in {name}, {tokens}")
+    for b in range(1, len(bounds)):
+        require(bounds[b - 1] <= bounds[b], f"cu_seqlens[{b}]", bounds[b], f"must be at least {bounds[b - 1]}")
+    return list(itertools.pairwise(bounds))
+
+
 def read_block_table(pages: torch.Tensor, block_table: torch.Tensor, positions: Sequence[range]) -> list[list[int]]:
     """Fetch the page ids of each sequence's tokens at `positions`, and check them; other entries may be anything."""
     (num_pages, *_), width = pages.shape, block_table.shape[1]
@@ -110,13 +120,9 @@ def plan_append(
     spec: CacheSpec,
 ) -> tuple[list[_Move], list[list[int]]]:
     """Fetch what an append goes by and check it. Returns what it does to each sequence, and in which pages."""
-    bounds = cu_seqlens.tolist()
-    require(bounds[0] == 0, "cu_seqlens[0]", bounds[0], "must be 0")
-    require(bounds[-1] == k.shape[0], "cu_seqlens[-1]", bounds[-1], f"must be the number of tokens in k, {k.shape[0]}")
-    for b in range(1, len(bounds)):
-        require(bounds[b - 1] <= bounds[b], f"cu_seqlens[{b}]", bounds[b], f"must be at least {bounds[b - 1]}")
+    bounds = read_bounds(cu_seqlens, "k", k.shape[0])
     states = read_states(spec, lengths, seq_lens, seq_ids)
-    moves = [_Move.plan(s, range(*ends)) for s, ends in zip(states, itertools.pairwise(bounds), strict=True)]
+    moves = [_Move.plan(s, range(*ends)) for s, ends in zip(states, bounds, strict=True)]
     page_rows = read_block_table(pages, block_table, [m.leaving for m in moves])
     if spec.exact_tokens:
         _check_distinct("seq_ids", [[m.state.seq_id] for m in moves if m.rows])
