@@ -144,3 +144,13 @@ def test_views_and_bad_tables(machine: torch.device) -> None:
     for table in (torch.full_like(pair.table, -1), torch.full_like(pair.table, len(cache.pages)), pair.table[:, :0]):
         run(cache, k, v, table, lens, ends, pair.seq_ids)
         assert snapshot(cache) == before
+
+
+def test_sequences_that_are_not_the_caches(machine: torch.device) -> None:
+    pair = Pair(T(2, 2, 64, recent_tokens=9), 2, 1, torch.bfloat16, machine)
+    pair.append([3, 3])
+    cache, kv = pair.caches[1], torch.randn(2, 4, 2, 64).bfloat16()
+    before = snapshot(cache)
+    for ids in (i32([-1, 99]), i32([4, 4])):
+        run(cache, *kv, pair.table, i32([3, 3]), i32([0, 2, 4]), ids)
+        assert snapshot(cache) == before

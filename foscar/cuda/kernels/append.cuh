@@ -30,7 +30,7 @@ struct AppendArguments {
   unsigned* arrivals;      // [batch]: heads that have read their lengths; all ones between launches
   int64_t k_strides[2];    // token, head; in elements
   int64_t v_strides[2];
-  int batch, num_pages;
+  int batch, num_pages, max_seqs;
   int page_ctas;  // of the grid, for each head: those of pages that only new tokens go to
   int block_table_stride, block_table_columns;
   int sink_tokens, recent_tokens, ring_tokens;
@@ -53,7 +53,6 @@ struct alignas(16) AppendMemory {
 // How K or V is quantised and where it lies (foscar/layout.py).
 template <typename Config, bool kIsK>
 struct Operand {
-  static constexpr int kIndex = kIsK ? 0 : 1;
   static constexpr int kBits = kIsK ? Config::kKBits : Config::kVBits;
   static constexpr int kGroups = kIsK ? Config::kKGroups : Config::kVGroups;
   static constexpr bool kChannelWise = kIsK ? Config::kKChannelWise : Config::kVChannelWise;
@@ -86,7 +85,7 @@ struct Growth {
     growth.move_border<Config>(args, 0);
     return growth;
   }
-  // Never back: to where it was at least. New tokens leave as if it had been at the beginning.
+  // Never back to before where it was. Which new tokens leave does not depend on that.
   template <typename Config>
   __device__ __forceinline__ void move_border(const AppendArguments& args, int was) {
     border = max(after - args.recent_tokens, was);
@@ -108,7 +107,7 @@ __device__ __forceinline__ int sequence_of(const AppendArguments& args, int page
   while (count > 1) {
     const int step = (count + 31) / 32, b = first + lane * step;
     const bool begins = lane * step < count && first_page_cta(args, b) <= page_cta;
-    const int which = 31 - __clz(__ballot_sync(0xffffffffu, begins));
+    const int which = 31 - __clz(__ballot_sync(0xffffffffu, begins) | 1);
     first += which * step;
     count = min(step, count - which * step);
   }
@@ -163,14 +162,21 @@ struct Coder {
   }
 };
 
-// The smallest limit that `kept` of a row's magnitudes are within; the row's lanes share its values.
-template <typename Count>
-__device__ __forceinline__ float limit_of(int kept, Count count) {
+// The largest of the `kept` smallest magnitudes of a row, kRowLanes lanes of which hold kCount values each.
+constexpr int kRowLanes = 8;
+template <typename T, int kCount>
+__device__ __forceinline__ float limit_of(int kept, const float (&magnitudes)[kCount]) {
+  constexpr int kZeros = sizeof(T) == 4 ? 0 : 13;  // low bits that values of 16-bit types do not have
   uint32_t limit = 0;
 #pragma unroll 1
-  for (int bit = 30; bit >= 0; --bit) {
+  for (int bit = 30; bit >= kZeros; --bit) {
     const uint32_t higher = limit | 1u << bit;
-    if (count(__uint_as_float(higher)) < kept) limit = higher;  // of those below
+    int below = 0;
+#pragma unroll
+    for (float magnitude : magnitudes) below += magnitude < __uint_as_float(higher);
+#pragma unroll
+    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) below += __shfl_xor_sync(0xffffffffu, below, lanes);
+    if (below < kept) limit = higher;
   }
   return __uint_as_float(limit);
 }
@@ -203,17 +209,21 @@ __device__ __forceinline__ void quantize(const AppendArguments& args, AppendMemo
   }
   __syncthreads();
 
-  // A row of what is clipped together: a token's channels, or a channel's tokens. Tokens stand in for missing ones.
-  if (O::kKept > 0) {
-    for (int row = thread; row < (O::kChannelWise ? kHeadDim : tokens); row += kThreads) {
-      smem.limits[O::kChannelWise ? row : begin + row] = limit_of(O::kKept, [&](float limit) {
-        int count = 0;
-        for (int i = 0; i < (O::kChannelWise ? kPageSize : kHeadDim); ++i) {
-          const float x = O::kChannelWise ? value(i < begin ? begin + i % tokens : i, row) : value(begin + row, i);
-          count += fabsf(x) < limit;
-        }
-        return count;
-      });
+  // A row is what is clipped together: a token's channels, or a channel's tokens. Others stand in for missing tokens.
+  if constexpr (O::kKept > 0) {
+    constexpr int kValues = (O::kChannelWise ? kPageSize : kHeadDim) / kRowLanes;
+    const int rows = O::kChannelWise ? kHeadDim : tokens;
+    for (int base = 0; base < rows; base += kThreads / kRowLanes) {
+      const int row = min(base + thread / kRowLanes, rows - 1);
+      float magnitudes[kValues];
+#pragma unroll
+      for (int j = 0; j < kValues; ++j) {
+        const int i = thread % kRowLanes + kRowLanes * j;
+        magnitudes[j] = fabsf(O::kChannelWise ? value(i < begin ? begin + i % tokens : i, row) : value(begin + row, i));
+      }
+      const float limit = limit_of<T>(O::kKept, magnitudes);
+      if (thread % kRowLanes == 0 && base + thread / kRowLanes < rows)
+        smem.limits[O::kChannelWise ? row : begin + row] = limit;
     }
     __syncthreads();
   }
@@ -382,10 +392,11 @@ __device__ __forceinline__ void append(const AppendArguments& args) {
   const bool is_own = Config::kExact && cta >= args.page_ctas;
   const int b = is_own ? cta - args.page_ctas : sequence_of(args, cta);
   Growth growth = Growth::of<Config>(args, b);
-  if (growth.after == growth.before) return;  // perhaps padding: its sequence is left as it is
+  if (growth.after <= growth.before) return;  // perhaps padding: its sequence is left as it is
   int seq_id = 0, begin = growth.before, column = begin / kPageSize, stop;
   if (is_own) {
     seq_id = args.seq_ids ? args.seq_ids[b] : b;
+    if (seq_id < 0 || seq_id >= args.max_seqs) return;
     begin = min(args.lengths[2 * seq_id], growth.before);
     growth.move_border<Config>(args, begin);
     begin = max(begin, args.sink_tokens);
