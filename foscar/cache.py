@@ -205,6 +205,8 @@ def append(
     cu_seqlens: torch.Tensor,
     *,
     seq_ids: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    is_neox: bool = True,
 ) -> None:
     """Append new tokens to the sequences of a batch. Nothing is differentiable.
 
@@ -219,7 +221,8 @@ def append(
         Changed in place.
     k, v : torch.Tensor
         ``[total_tokens, num_kv_heads, head_dim]``, bfloat16, float16 or float32 and finite, any strides: the new
-        tokens of all sequences one after another. Keys are stored as given, that is, after rotary embedding.
+        tokens of all sequences one after another. Keys are stored as given, that is, after rotary embedding, but for
+        what `cos_sin_cache` does.
     block_table : torch.Tensor
         int32 ``[batch, max_pages]``: token p of sequence b belongs in page ``block_table[b, p // 64]``. Only columns of
         pages that are written are looked at: none for exact tokens.
@@ -232,6 +235,12 @@ def append(
         int32 ``[batch]``: the row of ``cache.exact`` that each sequence owns, from its first append to its end. By
         default 0, 1, … in batch order, which is right as long as the batch stays the same; it is refused once
         `seq_ids` has been given. Ignored if the spec keeps no exact tokens.
+    cos_sin_cache : torch.Tensor, optional
+        float32 ``[positions, rotary_dim]``, as SGLang and vLLM have it: row p holds the cosines, then the sines of
+        position p's angles. If given, the first rotary_dim channels of new keys (a multiple of 16) are turned by them
+        and rounded to the dtype of k; the query is for the caller to turn.
+    is_neox : bool
+        Which channels are turned together: i and i + rotary_dim / 2, or else 2 i and 2 i + 1.
 
     Raises
     ------
@@ -251,6 +260,12 @@ def append(
     shape = ("total_tokens", spec.num_kv_heads, spec.head_dim)
     require_tensor("k", k, shape=shape, dtypes=dtypes, device=cache.device)
     require_tensor("v", v, shape=tuple(k.shape), dtypes=(k.dtype,), device=cache.device)
+    if cos_sin_cache is not None:
+        sizes = ("positions", "rotary_dim")
+        require_tensor("cos_sin_cache", cos_sin_cache, shape=sizes, dtypes=(torch.float32,), device=cache.device)
+        rotary_dim = cos_sin_cache.shape[1]
+        rule = f"must be a multiple of 16, at most head_dim, {spec.head_dim}"
+        require(rotary_dim % 16 == 0 and 0 < rotary_dim <= spec.head_dim, "rotary_dim", rotary_dim, rule)
     exact = cache.exact
     if spec.exact_tokens and not exact.shape[0]:
         if k.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -266,6 +281,8 @@ def append(
         seq_lens,
         cu_seqlens,
         seq_ids,
+        cos_sin_cache,
+        is_neox,
         cache.recipe,
     )
     if spec.exact_tokens:

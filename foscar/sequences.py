@@ -185,7 +185,14 @@ class BlockManager:
         self._free_ids.append(seq_id)
 
     def append(
-        self, seq_ids: Sequence[int], k: torch.Tensor, v: torch.Tensor, num_tokens: Sequence[int] | None = None
+        self,
+        seq_ids: Sequence[int],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        num_tokens: Sequence[int] | None = None,
+        *,
+        cos_sin_cache: torch.Tensor | None = None,
+        is_neox: bool = True,
     ) -> None:
         """Append tokens to sequences, giving them pages as needed.
 
@@ -197,6 +204,8 @@ class BlockManager:
             As in `foscar.append`: the new tokens of all sequences one after another.
         num_tokens : sequence of int, optional
             New tokens of each sequence; by default all have as many.
+        cos_sin_cache, is_neox
+            As in `foscar.append`.
 
         Raises
         ------
@@ -220,7 +229,8 @@ class BlockManager:
         self._reserve(entries, lengths)
         ends = self._index([0, *itertools.accumulate(num_tokens)])
         try:
-            append(self.cache, k, v, cu_seqlens=ends, **self.tables(seq_ids))
+            tables = self.tables(seq_ids)
+            append(self.cache, k, v, cu_seqlens=ends, **tables, cos_sin_cache=cos_sin_cache, is_neox=is_neox)
         except ValueError:
             for entry in entries:
                 self._release(entry)

@@ -26,13 +26,17 @@ def machine(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def run(cache: foscar.PagedKVCache, *tensors: torch.Tensor) -> None:
+def run(
+    cache: foscar.PagedKVCache, *tensors: torch.Tensor, angles: torch.Tensor | None = None, is_neox: bool = True
+) -> None:
     """Call the kernel; k, v and tables are the CPU's."""
     spec, own = cache.spec, (cache.pages, cache.exact, cache.lengths)
     if cache.device.type == "cpu":
-        emulator.append(spec, *own, *tensors)
+        emulator.append(spec, *own, *tensors, angles, is_neox)
     else:
-        torch.ops.foscar.append(*own, *(tensor.to(cache.device) for tensor in tensors), str(spec))
+        angles = None if angles is None else angles.to(cache.device)
+        here = (tensor.to(cache.device) for tensor in tensors)
+        torch.ops.foscar.append(*own, *here, angles, is_neox, str(spec))
 
 
 class Pair:
@@ -51,15 +55,21 @@ class Pair:
         self.seq_ids = torch.randperm(batch + 2, dtype=torch.int32)[:batch]
         self.seq_lens = [0] * batch
 
-    def append(self, counts: list[int], kv: torch.Tensor | None = None) -> None:
+    def append(
+        self,
+        counts: list[int],
+        kv: torch.Tensor | None = None,
+        angles: torch.Tensor | None = None,
+        is_neox: bool = True,
+    ) -> None:
         spec = self.spec
         if kv is None:
             kv = torch.randn(2, sum(counts), spec.num_kv_heads, spec.head_dim).to(self.dtype)
         ends = i32([0, *counts]).cumsum(0, dtype=torch.int32)
         rest = (*kv, self.table, i32(self.seq_lens), ends, self.seq_ids)
         want, got = self.caches
-        torch.ops.foscar.append(want.pages, want.exact, want.lengths, *rest, str(spec))
-        run(got, *rest)
+        torch.ops.foscar.append(want.pages, want.exact, want.lengths, *rest, angles, is_neox, str(spec))
+        run(got, *rest, angles=angles, is_neox=is_neox)
         assert snapshot(got) == snapshot(want)
         self.seq_lens = [length + count for length, count in zip(self.seq_lens, counts, strict=True)]
 
@@ -154,3 +164,19 @@ def test_sequences_that_are_not_the_caches(machine: torch.device) -> None:
     for ids in (i32([-1, 99]), i32([4, 4])):
         run(cache, *kv, pair.table, i32([3, 3]), i32([0, 2, 4]), ids)
         assert snapshot(cache) == before
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rotary_embedding(is_neox: bool, dtype: torch.dtype, machine: torch.device) -> None:
+    """Of all channels or of some; keys that wait in the ring are not turned again."""
+    for spec, rotary_dim in (
+        (T(4, 2, 96), 32),
+        (K(2, 1, 64, sink_tokens=3, recent_tokens=20), 64),
+        (T(2, 1, 128), 128),
+    ):
+        angles = torch.arange(300)[:, None] / 10_000 ** (torch.arange(rotary_dim // 2) / rotary_dim * 2)
+        cos_sin_cache = torch.cat([angles.cos(), angles.sin()], 1)
+        pair = Pair(spec, 2, 5, dtype, machine)
+        for counts in ([70, 3], [1, 1], [30, 66]):
+            pair.append(counts, angles=cos_sin_cache, is_neox=is_neox)

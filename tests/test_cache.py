@@ -435,3 +435,30 @@ TestHistories = Histories.TestCase
 TestHistories.settings = settings(
     max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("rotary_dim", [32, 64])
+def test_rotary_embedding(is_neox: bool, rotary_dim: int, device: torch.device) -> None:
+    """As complex numbers that are turned by their tokens' angles, whatever is kept exact, and at any append."""
+    spec = foscar.CacheSpec.token_wise(4, 2, 64, sink_tokens=2, recent_tokens=20)
+    angles = torch.arange(150)[:, None] / 100.0 ** (torch.arange(rotary_dim // 2) / rotary_dim * 2)
+    cos_sin_cache = torch.cat([angles.cos(), angles.sin()], 1).to(device)
+    k, v = torch.randn(2, 100, 2, 64, device=device)
+    part = k[..., :rotary_dim].double()
+    pairs = part.unflatten(-1, (2, -1)).transpose(-1, -2) if is_neox else part.unflatten(-1, (-1, 2))
+    turns = torch.polar(torch.ones_like(angles).double(), angles.double())[:100, None].to(device)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
+    turned = (turned.transpose(-1, -2) if is_neox else turned).flatten(-2)
+    want = torch.cat([turned.float(), k[..., rotary_dim:]], -1)
+    manager = foscar.BlockManager(foscar.PagedKVCache(spec, 8, device, torch.float32, max_seqs=2))
+    seq, other = manager.new(), manager.new()
+    for rows in (slice(0, 1), slice(1, 70), slice(70, 100)):
+        manager.append([seq], k[rows], v[rows], cos_sin_cache=cos_sin_cache, is_neox=is_neox)
+    manager.append([other], want, v)
+    (got, got_v), (plain, plain_v) = (foscar.dequantize(manager.cache, **manager.tables([s])) for s in (seq, other))
+    assert torch.equal(got_v, plain_v)
+    assert ((got - plain).abs() > 1e-4).sum() < 20 and (got - plain).abs().max() < 0.5  # a code's step, here and there
+    assert torch.allclose(got[80:], want[80:], atol=1e-5)
+    with pytest.raises(ValueError, match=rf"cos_sin_cache.shape=\[150, {rotary_dim}\]: sequence 0 needs 160 positions"):
+        manager.append([seq], k[:60], v[:60], cos_sin_cache=cos_sin_cache)

@@ -114,7 +114,8 @@ def test_opcheck() -> None:
     kv = torch.randn(3, 2, 64)
     tables = (batch.block_table, batch.seq_lens)
     torch.library.opcheck(
-        torch.ops.foscar.append, (*cache_tensors(batch), kv, kv, *tables, i32([0, 2, 3]), batch.seq_ids, recipe)
+        torch.ops.foscar.append,
+        (*cache_tensors(batch), kv, kv, *tables, i32([0, 2, 3]), batch.seq_ids, None, True, recipe),
     )
     q, lse = torch.randn(2, 1, 4, 64), torch.empty(2, 1, 4)
     torch.library.opcheck(

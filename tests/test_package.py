@@ -17,7 +17,7 @@ ROOT = Path(foscar.__file__).parent
 LAYERS = [
     ["_version", "_checks"],
     ["convert", "layout", "merge"],
-    ["reference.quant", "reference.records", "reference.cache", "reference.attention"],
+    ["reference.quant", "reference.records", "reference.rope", "reference.cache", "reference.attention"],
     ["cuda.config", "cuda.compiler"],
     ["cuda.launch"],
     ["cuda.append", "cuda.decode", "cuda.inspect", "cuda.read"],

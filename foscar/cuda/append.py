@@ -30,8 +30,12 @@ class _Arguments(ctypes.Structure):
         ("lengths", ctypes.c_void_p),
         ("seq_ids", ctypes.c_void_p),
         ("arrivals", ctypes.c_void_p),
+        ("cos_sin", ctypes.c_void_p),
         ("k_strides", ctypes.c_int64 * 2),
         ("v_strides", ctypes.c_int64 * 2),
+        ("positions", ctypes.c_int),
+        ("rotary_dim", ctypes.c_int),
+        ("is_neox", ctypes.c_int),
         ("batch", ctypes.c_int),
         ("num_pages", ctypes.c_int),
         ("max_seqs", ctypes.c_int),
@@ -62,6 +66,8 @@ def launch(
     seq_lens: torch.Tensor,
     cu_seqlens: torch.Tensor,
     seq_ids: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    is_neox: bool,
 ) -> tuple[_Arguments, int]:
     """Return the arguments of the launch, and its CTAs. Rows of k and v are contiguous, and aligned to 16 bytes."""
     batch, tokens = block_table.shape[0], k.shape[0]
@@ -77,8 +83,11 @@ def launch(
         lengths.data_ptr(),
         None if seq_ids is None else seq_ids.data_ptr(),
         arrivals,
+        None if cos_sin_cache is None else cos_sin_cache.data_ptr(),
         (ctypes.c_int64 * 2)(*k.stride()[:2]),
         (ctypes.c_int64 * 2)(*v.stride()[:2]),
+        *((0, 0) if cos_sin_cache is None else cos_sin_cache.shape),
+        is_neox,
         batch,
         pages.shape[0],
         lengths.shape[0],
@@ -102,6 +111,8 @@ def append(
     seq_lens: torch.Tensor,
     cu_seqlens: torch.Tensor,
     seq_ids: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    is_neox: bool,
     spec: CacheSpec,
 ) -> None:
     """Launch the kernel; arguments are those of the reference."""
@@ -115,8 +126,9 @@ def append(
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     seq_lens, cu_seqlens = seq_lens.contiguous(), cu_seqlens.contiguous()
     seq_ids = None if seq_ids is None else seq_ids.contiguous()
-    tensors = (pages, exact, lengths, _rows(k), _rows(v), block_table, seq_lens, cu_seqlens, seq_ids)
-    arguments, ctas = launch(spec, workspace(device, stream), *tensors)
+    cos_sin_cache = None if cos_sin_cache is None else cos_sin_cache.contiguous()
+    tensors = (pages, exact, lengths, _rows(k), _rows(v), block_table, seq_lens, cu_seqlens, seq_ids, cos_sin_cache)
+    arguments, ctas = launch(spec, workspace(device, stream), *tensors, is_neox)
     kernel(arguments, ctas, stream)
 
 

@@ -17,6 +17,7 @@ from foscar._checks import refuse, require
 from foscar.layout import PAGE_SIZE, CacheSpec, OperandLayout, QuantSpec, pages_of, record_layout
 from foscar.reference.quant import check_finite, quantize
 from foscar.reference.records import read_codes, read_params, write_channel_params, write_tokens
+from foscar.reference.rope import apply_rope
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ def plan_append(
     seq_lens: torch.Tensor,
     cu_seqlens: torch.Tensor,
     seq_ids: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    is_neox: bool,
     spec: CacheSpec,
 ) -> tuple[list[_Move], list[list[int]]]:
     """Fetch what an append goes by and check it. Returns what it does to each sequence, and in which pages."""
@@ -129,6 +132,10 @@ def plan_append(
     _check_distinct("block_table", page_rows)
     check_finite("k", k)
     check_finite("v", v)
+    if cos_sin_cache is not None:
+        for b, m in enumerate(moves):
+            needed, shape = m.state.length + len(m.rows), list(cos_sin_cache.shape)
+            require(needed <= shape[0], "cos_sin_cache.shape", shape, f"sequence {b} needs {needed} positions")
     return moves, page_rows
 
 
@@ -142,10 +149,17 @@ def append(
     seq_lens: torch.Tensor,
     cu_seqlens: torch.Tensor,
     seq_ids: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    is_neox: bool,
     spec: CacheSpec,
 ) -> None:
     """Append tokens; arguments are those of `foscar.append` and the tensors of a cache. Errors change nothing."""
-    moves, page_rows = plan_append(pages, lengths, k, v, block_table, seq_lens, cu_seqlens, seq_ids, spec)
+    tables = (block_table, seq_lens, cu_seqlens, seq_ids, cos_sin_cache, is_neox, spec)
+    moves, page_rows = plan_append(pages, lengths, k, v, *tables)
+    if cos_sin_cache is not None:
+        starts = [(m.state.length, m.state.length + len(m.rows)) for m in moves]
+        positions = torch.cat([torch.arange(*ends, device=k.device) for ends in starts])
+        k = apply_rope(k, positions, cos_sin_cache, is_neox)
     # All reads come before the first write, because ring slots are used again.
     leaving = torch.cat([k.new_empty(0, 2, *k.shape[1:]), *(m.gather(exact, k, v) for m in moves)])
     if len(leaving):

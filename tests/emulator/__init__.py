@@ -52,7 +52,7 @@ def decode_attention(config: DecodeConfig, grid: int, *tensors_and_options: obje
         assert (workspace[: grid * CTA_PART_FLOATS] == -1).all(), "parts of CTAs are absent between launches"
 
 
-def append(spec: foscar.CacheSpec, *tensors: torch.Tensor | None) -> None:
+def append(spec: foscar.CacheSpec, *tensors: torch.Tensor | bool | None) -> None:
     """Run the append kernel; the other arguments are those of `foscar.cuda.append.launch`."""
     k, batch = tensors[3], tensors[5].shape[0]  # type: ignore[union-attr]
     arrivals = torch.full((batch,), -1, dtype=torch.int32)

@@ -28,8 +28,10 @@ struct AppendArguments {
   int* lengths;            // [max_seqs, 2]: where the ring begins, and where it ends
   const int* seq_ids;      // [batch] or null: the sequence itself
   unsigned* arrivals;      // [batch]: heads that have read their lengths; all ones between launches
+  const float* cos_sin;    // [positions, rotary_dim] or null: cosines, then sines; what new keys are turned by
   int64_t k_strides[2];    // token, head; in elements
   int64_t v_strides[2];
+  int positions, rotary_dim, is_neox;
   int batch, num_pages, max_seqs;
   int page_ctas;  // of the grid, for each head: those of pages that only new tokens go to
   int block_table_stride, block_table_columns;
@@ -181,6 +183,44 @@ __device__ __forceinline__ float limit_of(int kept, const float (&magnitudes)[kC
   return __uint_as_float(limit);
 }
 
+template <typename T>
+struct alignas(16) Vector {
+  T at[16 / sizeof(T)];
+};
+
+// Channels of a new token's K or V. Angles are those of its position; products are not fused, as in the reference.
+template <typename Config, bool kIsK, typename T = typename Config::T>
+__device__ __forceinline__ Vector<T> load_new(const AppendArguments& args, const Growth& growth, int head, int position,
+                                              int channel) {
+  constexpr int kVector = 16 / sizeof(T);
+  const int64_t* const strides = kIsK ? args.k_strides : args.v_strides;
+  const T* const row = static_cast<const T*>(kIsK ? args.k : args.v) + head * strides[1] +
+                       (growth.first_row + position - growth.before) * strides[0];
+  auto load = [&](int first) { return *reinterpret_cast<const Vector<T>*>(row + first); };
+  Vector<T> x = load(channel);
+  if (!kIsK || !args.cos_sin || channel >= args.rotary_dim || position >= args.positions) return x;
+  const int half = args.rotary_dim / 2;
+  const float* const cos = args.cos_sin + static_cast<int64_t>(position) * args.rotary_dim;
+  auto turn = [&](float own, float other, int angle, float sign) {
+    return static_cast<T>(__fadd_rn(__fmul_rn(own, cos[angle]), sign * __fmul_rn(other, cos[half + angle])));
+  };
+  if (args.is_neox) {
+    const bool is_first = channel < half;
+    const Vector<T> other = load(is_first ? channel + half : channel - half);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i)
+      x.at[i] = turn(x.at[i], other.at[i], (is_first ? channel : channel - half) + i, is_first ? -1.f : 1.f);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; i += 2) {
+      const float first = x.at[i], second = x.at[i + 1];
+      x.at[i] = turn(first, second, (channel + i) / 2, -1.f);
+      x.at[i + 1] = turn(second, first, (channel + i) / 2, 1.f);
+    }
+  }
+  return x;
+}
+
 // K or V of a page's tokens [begin, end), from the ring and from new ones, quantised into a record.
 template <typename Config, bool kIsK>
 __device__ __forceinline__ void quantize(const AppendArguments& args, AppendMemory<Config>& smem, const Growth& growth,
@@ -190,22 +230,17 @@ __device__ __forceinline__ void quantize(const AppendArguments& args, AppendMemo
   constexpr int kHeadDim = Config::kHeadDim, kThreads = Config::kThreads;
   constexpr int kVector = 16 / sizeof(T), kVectors = kHeadDim / kVector;
   const int thread = threadIdx.x, tokens = end - begin;
-  struct alignas(16) Vector {
-    T at[kVector];
-  };
   auto value = [&](int token, int channel) { return static_cast<float>(smem.values[token][channel]); };
 
   for (int i = thread; i < tokens * kVectors; i += kThreads) {
     const int token = begin + i / kVectors, channel = i % kVectors * kVector, position = first + token;
-    const T* source;
+    auto& place = *reinterpret_cast<Vector<T>*>(&smem.values[token][channel]);
     if (position < growth.before) {
-      source = static_cast<const T*>(ring) + position % args.ring_tokens * kHeadDim;
+      const T* const row = static_cast<const T*>(ring) + position % args.ring_tokens * kHeadDim;
+      place = *reinterpret_cast<const Vector<T>*>(row + channel);
     } else {
-      const int64_t row = growth.first_row + position - growth.before;
-      const int64_t* const strides = kIsK ? args.k_strides : args.v_strides;
-      source = static_cast<const T*>(kIsK ? args.k : args.v) + row * strides[0] + head * strides[1];
+      place = load_new<Config, kIsK>(args, growth, head, position, channel);
     }
-    *reinterpret_cast<uint4*>(&smem.values[token][channel]) = *reinterpret_cast<const uint4*>(source + channel);
   }
   __syncthreads();
 
@@ -261,7 +296,7 @@ __device__ __forceinline__ void quantize(const AppendArguments& args, AppendMemo
 #pragma unroll
       for (int j = 0; j < O::kGroupSize; j += kLanes * kVector) {
         const int channel = group * O::kGroupSize + j + i % kLanes * kVector;
-        const Vector vector = *reinterpret_cast<const Vector*>(&smem.values[token][channel]);
+        const Vector<T> vector = *reinterpret_cast<const Vector<T>*>(&smem.values[token][channel]);
 #pragma unroll
         for (int k = 0; k < kVector; ++k) {
           const float x = clip(static_cast<float>(vector.at[k]), token, channel + k);
@@ -305,7 +340,8 @@ __device__ __forceinline__ void quantize(const AppendArguments& args, AppendMemo
 #pragma unroll
         for (int m = 0; m < 8; ++m) {
           const int bit = O::kBits == 4 ? 4 * m : 8 * half + 16 * (m / 4) + 2 * (m % 4);
-          const Vector& vector = *reinterpret_cast<const Vector*>(&smem.values[token][channel + m / kVector * kVector]);
+          const Vector<T>& vector =
+              *reinterpret_cast<const Vector<T>*>(&smem.values[token][channel + m / kVector * kVector]);
           const float x = clip(static_cast<float>(vector.at[m % kVector]), token, channel + m);
           word += (O::kChannelWise ? coder(token, channel + m) : common)(x) << bit;
         }
@@ -427,10 +463,10 @@ __device__ __forceinline__ void append(const AppendArguments& args) {
       const int vector = i % kVectors, operand = i / kVectors % 2, which = i / (2 * kVectors);
       const int position = which < sinks ? growth.before + which : kept + which - sinks;
       const int row = position < args.sink_tokens ? position : args.sink_tokens + position % args.ring_tokens;
-      const int64_t* const strides = operand ? args.v_strides : args.k_strides;
-      const T* const source = static_cast<const T*>(operand ? args.v : args.k) + head * strides[1] +
-                              (growth.first_row + position - growth.before) * strides[0];
-      reinterpret_cast<uint4*>(places.exact(operand, row))[vector] = reinterpret_cast<const uint4*>(source)[vector];
+      const int channel = vector * (16 / sizeof(T));
+      *reinterpret_cast<Vector<T>*>(places.exact(operand, row) + channel) =
+          operand ? load_new<Config, false>(args, growth, head, position, channel)
+                  : load_new<Config, true>(args, growth, head, position, channel);
     }
     // The last head to have read the lengths writes them.
     if (threadIdx.x == 0 && atomicAdd(args.arrivals + b, 1u) + 2 == Config::kKVHeads) {
