@@ -150,7 +150,7 @@ class AppendConfig:
     spec: CacheSpec
     dtype: torch.dtype
     threads = 128
-    ctas = 8  # that the registers of an SM are for: left to itself, the compiler spills some for the sake of more
+    ctas = 7  # that the registers of an SM are for: left to itself, the compiler spills some for the sake of more
 
     @property
     def name(self) -> str:
