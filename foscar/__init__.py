@@ -1,5 +1,6 @@
 """A 2-bit and 4-bit key-value cache for large language models, and decode attention over it."""
 
+from foscar import convert
 from foscar._version import __version__
 from foscar.attention import decode_attention, extend_attention
 from foscar.cache import PagedKVCache, append, dequantize
@@ -15,6 +16,7 @@ __all__ = [
     "QuantSpec",
     "__version__",
     "append",
+    "convert",
     "decode_attention",
     "dequantize",
     "extend_attention",

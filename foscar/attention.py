@@ -221,9 +221,8 @@ def extend_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend from new tokens to the cached ones before them and, causally, to one another.
 
-    For a prompt in chunks, one whose beginning is cached, or more speculated tokens than `decode_attention` takes.
-    Call it before `append`: the new tokens are attended to as they are, in the model's precision. Nothing is
-    differentiable.
+    For a prompt in chunks, or one whose beginning is cached. Call it before `append`, while `decode_attention` comes
+    after it: here the new tokens are attended to as they are, in the model's precision. Nothing is differentiable.
 
     Parameters
     ----------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -29,7 +30,8 @@ class PagedKVCache:
         the dtype of its keys; give it if that append is captured in a CUDA graph. Without effect if
         ``spec.exact_tokens`` is 0.
     max_seqs : int
-        Sequences that can be in the cache at a time, for specs that keep exact tokens: each owns a row of them.
+        Sequences that can be in the cache at a time, for specs that keep exact tokens: each owns a row of them, of
+        2 x num_kv_heads x spec.exact_tokens x head_dim numbers.
 
     Attributes
     ----------
@@ -97,7 +99,7 @@ class PagedKVCache:
         Parameters
         ----------
         pages : torch.Tensor
-            int32 ``[n]``: ids, on the cache's device.
+            int32 ``[n]``: ids, on the cache's device; not the -1 that tables are filled up with.
         out : torch.Tensor, optional
             Where to, uint8 ``[n, num_kv_heads, record_bytes]`` on the CPU, contiguous; by default a new tensor, pinned
             if the cache is on a GPU.
@@ -110,9 +112,9 @@ class PagedKVCache:
         Raises
         ------
         ValueError
-            If an argument does not fit.
+            If an argument does not fit; ids are looked at on a CPU only, or with ``FOSCAR_DEBUG=1``.
         """
-        require_index("pages", pages, ("n",), self.device)
+        self._check_pages(pages)
         shape = (pages.shape[0], *self.pages.shape[1:])
         if out is None:
             out = torch.empty(shape, dtype=torch.uint8, pin_memory=self.pages.is_cuda)
@@ -121,7 +123,9 @@ class PagedKVCache:
         return out.copy_(self.pages[pages.long()], non_blocking=True)
 
     def load_pages(self, records: torch.Tensor, pages: torch.Tensor) -> None:
-        """Copy whole pages back from where `save_pages` put them, of this or another cache of an equal spec.
+        """Copy whole pages back from where `save_pages` put them, of this or another cache.
+
+        That the other cache has an equal spec is not checked: records do not tell.
 
         Parameters
         ----------
@@ -134,16 +138,30 @@ class PagedKVCache:
         Raises
         ------
         ValueError
-            If an argument does not fit.
+            If an argument does not fit; ids are looked at on a CPU only, or with ``FOSCAR_DEBUG=1``. Nothing is written
+            then.
         """
-        require_index("pages", pages, ("n",), self.device)
+        self._check_pages(pages)
         shape = (pages.shape[0], *self.pages.shape[1:])
         device = self.device if isinstance(records, torch.Tensor) and records.is_cuda else torch.device("cpu")
         require_tensor("records", records, shape=shape, dtypes=(torch.uint8,), device=device)
         self.pages[pages.long()] = records.to(self.device, non_blocking=True)
 
+    def _check_pages(self, pages: torch.Tensor) -> None:
+        require_index("pages", pages, ("n",), self.device)
+        if self.pages.is_cuda and os.environ.get("FOSCAR_DEBUG") != "1":
+            return
+        ids = pages.tolist()
+        for i, page in enumerate(ids):
+            require(0 <= page < self.pages.shape[0], f"pages[{i}]", page, f"must be in [0, {self.pages.shape[0]})")
+        require(len(set(ids)) == len(ids), "pages", ids, "must be distinct")
+
     def save(self, path: str | Path) -> None:
-        """Write everything to a safetensors file, with the spec and the version of the format in its metadata."""
+        """Write everything to a safetensors file, with the spec and the version of the format in its metadata.
+
+        Block tables are not part of a cache: keep those of its sequences, too. A `BlockManager` of the loaded cache
+        would begin anew, with all pages free.
+        """
         from safetensors.torch import save_file
 
         tensors = {"pages": self.pages, "exact": self.exact, "lengths": self.lengths}

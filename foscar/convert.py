@@ -5,7 +5,18 @@ quantises them anew, to the same codes if groups are the same, with scales and o
 (docs/format.md): a value changes by no more than 2**-7 of the group's largest magnitude, for an offset in bfloat16, and
 2**-8 of its range. Groups that are smaller than foscar's are not kept apart.
 
-Formats are those of the projects' sources in 2026. Rotations are not undone.
+Formats are those of the projects' sources in 2026. Rotations are not undone: where keys or values are in a rotated
+space, turn queries alike, and outputs back. Values are float32; a cache that keeps exact tokens wants them in the
+model's dtype.
+
+>>> import torch, foscar
+>>> codes, scales_zeros = torch.randint(256, (2, 100, 8, 32), dtype=torch.uint8), torch.rand(2, 100, 8, 2)
+>>> k, v = foscar.convert.oscar(codes, scales_zeros).bfloat16()         # [tokens, num_kv_heads, head_dim] each
+>>> manager = foscar.BlockManager(foscar.PagedKVCache(foscar.CacheSpec.token_wise(2, 8, 128), num_pages=2))
+>>> seq = manager.new()
+>>> manager.append([seq], k, v)
+>>> foscar.decode_attention(torch.randn(1, 32, 128).bfloat16(), manager.cache, **manager.tables([seq])).shape
+torch.Size([1, 32, 128])
 """
 
 from __future__ import annotations
@@ -45,6 +56,7 @@ def oscar(codes: torch.Tensor, scales_zeros: torch.Tensor, *, interleaved: bool 
     """
     fields = _fields("codes", codes, 2)
     order = fields.flatten(-2) if interleaved else fields.mT.flatten(-2)
+    require(scales_zeros.shape[-1] % 2 == 0, "scales_zeros.shape", list(scales_zeros.shape), "must end in pairs")
     scale, zero = scales_zeros.float().unflatten(-1, (-1, 2)).unbind(-1)
     grouped = _grouped("scales_zeros", order, scale)
     values: torch.Tensor = (grouped - zero[..., None]) * scale[..., None]
@@ -81,6 +93,7 @@ def kivi(words: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, *, bit
     ``quant/new_pack.py`` of KIVI. Keys in groups of less than 64 tokens need 4 bits here, for want of parameters.
     """
     require(bits in (2, 4), "bits", bits, "must be 2 or 4")
+    require(-words.dim() <= dim < words.dim(), "dim", dim, f"must be one of the {words.dim()} of words")
     require_tensor("words", words, shape=tuple(words.shape), dtypes=(torch.int32,), device=words.device)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     codes = ((words.movedim(dim, -1).unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
@@ -150,6 +163,7 @@ def vllm_int4(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def _fields(name: str, codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Fields of bytes: ``[..., bytes]`` to ``[..., bytes, 8 // bits]``."""
     require_tensor(name, codes, shape=tuple(codes.shape), dtypes=(torch.uint8,), device=codes.device)
+    require(codes.dim() > 0, f"{name}.shape", [], "must have a last dimension of bytes")
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     return (codes.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
 

@@ -118,7 +118,8 @@ class CacheSpec:
     recent_tokens: int = 0
 
     def __post_init__(self) -> None:
-        require(self.head_dim in HEAD_DIMS, "head_dim", self.head_dim, f"must be one of {list(HEAD_DIMS)}")
+        known = isinstance(self.head_dim, int) and self.head_dim in HEAD_DIMS
+        require(known, "head_dim", self.head_dim, f"must be one of {list(HEAD_DIMS)}")
         require_int("num_kv_heads", self.num_kv_heads, 1)
         require_int("sink_tokens", self.sink_tokens, 0)
         require_int("recent_tokens", self.recent_tokens, 0)

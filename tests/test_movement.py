@@ -85,6 +85,15 @@ def test_arguments_that_do_not_fit() -> None:
         cache.load_pages(torch.zeros(1, 2, 9, dtype=torch.uint8), i32([0]))
     with pytest.raises(ValueError, match=r"records='int': must be a torch.Tensor"):
         cache.load_pages(3, i32([0]))  # type: ignore[arg-type]
+    records = torch.ones(2, 2, 2560, dtype=torch.uint8)
+    for ids, message in (
+        ([0, -1], r"pages\[1\]=-1: must be in \[0, 3\)"),
+        ([3, 0], r"pages\[0\]=3"),
+        ([1, 1], "distinct"),
+    ):
+        for call in (lambda: cache.load_pages(records, i32(ids)), lambda: cache.save_pages(i32(ids))):  # noqa: B023
+            with pytest.raises(ValueError, match=message):
+                call()
     assert snapshot(cache) == before
 
 
