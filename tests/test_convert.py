@@ -96,6 +96,14 @@ def test_values_in_pages(bits: int) -> None:
         ),
         (r"scales_zeros.shape=\[3\]: must hold each group", lambda: convert.oscar(u8([0, 0]), torch.ones(6))),
         (
+            r"scales_zeros.shape=\[1, 3\]: must end in pairs",
+            lambda: convert.oscar(u8([[0, 0]]), torch.ones(1, 3)),
+        ),
+        (
+            r"dim=5: must be one of the 1 of words",
+            lambda: convert.kivi(torch.zeros(1).int(), torch.ones(1), torch.ones(1), bits=2, dim=5),
+        ),
+        (
             r"bits=3: must be 2 or 4",
             lambda: convert.kivi(torch.zeros(1).int(), torch.ones(1), torch.ones(1), bits=3, dim=0),
         ),
