@@ -141,20 +141,20 @@ class PagedKVCache:
             If an argument does not fit; ids are looked at on a CPU only, or with ``FOSCAR_DEBUG=1``. Nothing is written
             then.
         """
-        self._check_pages(pages)
+        self._check_pages(pages, distinct=True)
         shape = (pages.shape[0], *self.pages.shape[1:])
         device = self.device if isinstance(records, torch.Tensor) and records.is_cuda else torch.device("cpu")
         require_tensor("records", records, shape=shape, dtypes=(torch.uint8,), device=device)
         self.pages[pages.long()] = records.to(self.device, non_blocking=True)
 
-    def _check_pages(self, pages: torch.Tensor) -> None:
+    def _check_pages(self, pages: torch.Tensor, distinct: bool = False) -> None:
         require_index("pages", pages, ("n",), self.device)
-        if self.pages.is_cuda and os.environ.get("FOSCAR_DEBUG") != "1":
+        if self.pages.is_cuda and (os.environ.get("FOSCAR_DEBUG") != "1" or torch.cuda.is_current_stream_capturing()):
             return
         ids = pages.tolist()
         for i, page in enumerate(ids):
             require(0 <= page < self.pages.shape[0], f"pages[{i}]", page, f"must be in [0, {self.pages.shape[0]})")
-        require(len(set(ids)) == len(ids), "pages", ids, "must be distinct")
+        require(not distinct or len(set(ids)) == len(ids), "pages", ids, "must be distinct")
 
     def save(self, path: str | Path) -> None:
         """Write everything to a safetensors file, with the spec and the version of the format in its metadata.
@@ -166,6 +166,7 @@ class PagedKVCache:
 
         tensors = {"pages": self.pages, "exact": self.exact, "lengths": self.lengths}
         metadata = {"foscar": str(FORMAT_VERSION), "spec": self.recipe, "max_seqs": str(self.max_seqs)}
+        metadata["seq_ids"] = {None: "unknown", False: "default", True: "given"}[self._named_sequences]
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
 
     @classmethod
@@ -191,17 +192,27 @@ class PagedKVCache:
         try:
             with safe_open(path, "pt", str(device)) as file:
                 metadata = file.metadata() or {}
-                complete = {"foscar", "spec", "max_seqs"} <= metadata.keys()
-                require(complete, "path", str(path), "must be a file that PagedKVCache.save wrote")
+                ours = "must be a file that PagedKVCache.save wrote"
+                require("foscar" in metadata, "path", str(path), ours)
                 rule = f"must be {FORMAT_VERSION}, the one that this version of foscar reads"
                 require(metadata["foscar"] == str(FORMAT_VERSION), "format version", metadata["foscar"], rule)
+                require({"spec", "max_seqs", "seq_ids"} <= metadata.keys(), "path", str(path), ours)
                 rule = f"must be that of the file, {metadata['spec']}"
                 require(spec is None or str(spec) == metadata["spec"], "spec", str(spec), rule)
                 tensors = {name: file.get_tensor(name) for name in ("pages", "exact", "lengths")}
         except SafetensorError as error:
             raise ValueError(f"path={str(path)!r}: must be a safetensors file ({error})") from error
         cache = cls(CacheSpec.parse(metadata["spec"]), 1, device, max_seqs=int(metadata["max_seqs"]))
-        cache.pages, cache.exact, cache.lengths = tensors["pages"], tensors["exact"], tensors["lengths"]
+        rows, kept = cache.lengths.shape[0], tensors["exact"].shape[0]
+        shapes = {
+            "pages": (("num_pages", *cache.pages.shape[1:]), (torch.uint8,)),
+            "exact": ((rows if kept else 0, *cache.exact.shape[1:]), MODEL_DTYPES),
+            "lengths": ((rows, 2), (torch.int32,)),
+        }
+        for name, (shape, dtypes) in shapes.items():
+            require_tensor(name, tensors[name], shape=shape, dtypes=dtypes, device=cache.device)
+            setattr(cache, name, tensors[name])
+        cache._named_sequences = {"default": False, "given": True}.get(metadata["seq_ids"])
         return cache
 
     def copy_exact(self, src: int, dst: int) -> None:

@@ -180,3 +180,14 @@ def test_rotary_embedding(is_neox: bool, dtype: torch.dtype, machine: torch.devi
         pair = Pair(spec, 2, 5, dtype, machine)
         for counts in ([70, 3], [1, 1], [30, 66]):
             pair.append(counts, angles=cos_sin_cache, is_neox=is_neox)
+
+
+def test_lengths_that_are_none(machine: torch.device) -> None:
+    """Where nothing is checked, nothing outside of the cache, or of the sequence, is written."""
+    pair = Pair(T(2, 1, 64, sink_tokens=2, recent_tokens=9), 2, 2, torch.bfloat16, machine)
+    pair.append([30, 30])
+    cache, kv = pair.caches[1], torch.randn(2, 4, 1, 64).bfloat16()
+    before = snapshot(cache)
+    for lengths, ends in (([-1, -70], [0, 2, 4]), ([30, 30], [0, 0, 0]), ([30, 30], [4, 2, 0])):
+        run(cache, *kv, pair.table, i32(lengths), i32(ends), pair.seq_ids)
+        assert snapshot(cache) == before

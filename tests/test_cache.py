@@ -462,3 +462,25 @@ def test_rotary_embedding(is_neox: bool, rotary_dim: int, device: torch.device) 
     assert torch.allclose(got[80:], want[80:], atol=1e-5)
     with pytest.raises(ValueError, match=rf"cos_sin_cache.shape=\[150, {rotary_dim}\]: sequence 0 needs 160 positions"):
         manager.append([seq], k[:60], v[:60], cos_sin_cache=cos_sin_cache)
+    # Rows without tokens need no positions; keys must be finite after they are turned, too.
+    cache, table = foscar.PagedKVCache(spec, 2, device, torch.float16, max_seqs=1), i32([[0]], device)
+    none, zeros = torch.zeros(0, 2, 64, device=device).half(), i32([0, 0], device)
+    foscar.append(cache, none, none, table, i32([0], device), zeros, cos_sin_cache=cos_sin_cache[:0], is_neox=is_neox)
+    large = torch.full((3, 2, 64), 60000.0, device=device).half()
+    with pytest.raises(ValueError, match="k, turned,"):
+        where = table, i32([0], device), i32([0, 3], device)
+        foscar.append(cache, large, large, *where, cos_sin_cache=cos_sin_cache[78:], is_neox=is_neox)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_only_finite_values_are_stored(dtype: torch.dtype, value: float, device: torch.device) -> None:
+    cache = foscar.PagedKVCache(foscar.CacheSpec.token_wise(2, 1, 64), 1, device)
+    k = torch.ones(2, 1, 64, device=device).to(dtype)
+    bad = k.clone()
+    bad[1, 0, 5] = value
+    where = i32([[0]], device), i32([0], device), i32([0, 2], device)
+    for name, pair in (("k", (bad, k)), ("v", (k, bad))):
+        with pytest.raises(ValueError, match=rf"{name}\[1, 0, 5\]={value}: must be finite"):
+            foscar.append(cache, *pair, *where)
+    assert (cache.pages == 0).all()

@@ -17,6 +17,9 @@ _GRAPHS = -1  # instead of a stream
 _workspaces: dict[tuple[int, int], int] = {}  # by device and stream
 
 
+_kernels: list[Kernel] = []  # all of them: what a thread that loads one twice has launched must not be unloaded
+
+
 class Kernel:
     """A kernel of one structure of arguments, compiled and loaded.
 
@@ -31,6 +34,8 @@ class Kernel:
     """
 
     def __init__(self, source: str, entry: str, name: str, threads: int, shared_bytes: int, device: int) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            refuse(name, "captured in a CUDA graph", "the first call of a kernel on a device must be outside of one")
         core = cuda_core()
         from cuda.bindings import driver
 
@@ -50,6 +55,7 @@ class Kernel:
         self._launch.sharedMemBytes = shared_bytes
         self._launch.attrs, self._launch.numAttrs = [early], 1
         self._lock = threading.Lock()  # of the launch's configuration
+        _kernels.append(self)
 
     def __call__(self, arguments: ctypes.Structure, ctas: int, stream: int) -> None:
         """Launch so many CTAs on a stream."""
@@ -71,7 +77,9 @@ def workspace(device: int, stream: int) -> int:
     """
     if torch.cuda.is_current_stream_capturing():
         if (device, _GRAPHS) not in _workspaces:
-            refuse("stream", "captured in a CUDA graph", "the first call on a device must be outside of one")
+            refuse(
+                "stream", "captured in a CUDA graph", "the first call of a kernel on a device must be outside of one"
+            )
         stream = _GRAPHS
     elif (device, stream) not in _workspaces:
         sms = torch.cuda.get_device_properties(device).multi_processor_count

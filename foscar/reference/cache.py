@@ -121,8 +121,11 @@ def plan_append(
     cos_sin_cache: torch.Tensor | None,
     is_neox: bool,
     spec: CacheSpec,
-) -> tuple[list[_Move], list[list[int]]]:
-    """Fetch what an append goes by and check it. Returns what it does to each sequence, and in which pages."""
+) -> tuple[list[_Move], list[list[int]], torch.Tensor]:
+    """Fetch what an append goes by and check it.
+
+    Returns what it does to each sequence, in which pages, and the keys as they are stored.
+    """
     bounds = read_bounds(cu_seqlens, "k", k.shape[0])
     states = read_states(spec, lengths, seq_lens, seq_ids)
     moves = [_Move.plan(s, range(*ends)) for s, ends in zip(states, bounds, strict=True)]
@@ -133,10 +136,15 @@ def plan_append(
     check_finite("k", k)
     check_finite("v", v)
     if cos_sin_cache is not None:
+        shape, positions = list(cos_sin_cache.shape), []
         for b, m in enumerate(moves):
-            needed, shape = m.state.length + len(m.rows), list(cos_sin_cache.shape)
-            require(needed <= shape[0], "cos_sin_cache.shape", shape, f"sequence {b} needs {needed} positions")
-    return moves, page_rows
+            own = range(m.state.length, m.state.length + len(m.rows))
+            fits = not own or own.stop <= shape[0]
+            require(fits, "cos_sin_cache.shape", shape, f"sequence {b} needs {own.stop} positions")
+            positions.append(torch.arange(own.start, own.stop, device=k.device))
+        k = apply_rope(k, torch.cat(positions), cos_sin_cache, is_neox)
+        check_finite("k, turned,", k)
+    return moves, page_rows, k
 
 
 def append(
@@ -155,11 +163,7 @@ def append(
 ) -> None:
     """Append tokens; arguments are those of `foscar.append` and the tensors of a cache. Errors change nothing."""
     tables = (block_table, seq_lens, cu_seqlens, seq_ids, cos_sin_cache, is_neox, spec)
-    moves, page_rows = plan_append(pages, lengths, k, v, *tables)
-    if cos_sin_cache is not None:
-        starts = [(m.state.length, m.state.length + len(m.rows)) for m in moves]
-        positions = torch.cat([torch.arange(*ends, device=k.device) for ends in starts])
-        k = apply_rope(k, positions, cos_sin_cache, is_neox)
+    moves, page_rows, k = plan_append(pages, lengths, k, v, *tables)
     # All reads come before the first write, because ring slots are used again.
     leaving = torch.cat([k.new_empty(0, 2, *k.shape[1:]), *(m.gather(exact, k, v) for m in moves)])
     if len(leaving):

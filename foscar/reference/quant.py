@@ -25,7 +25,7 @@ _SIGN = -0x80000000
 
 def check_finite(name: str, x: torch.Tensor) -> None:
     """Raise a ValueError that gives the position of the first value that cannot be stored."""
-    bad = ~(x.abs() <= BF16_MAX)
+    bad = ~(x.float().abs() <= BF16_MAX)
     if bad.any():
         position = bad.nonzero()[0].tolist()
         value = x[tuple(position)].item()

@@ -428,7 +428,7 @@ __device__ __forceinline__ void append(const AppendArguments& args) {
   const bool is_own = Config::kExact && cta >= args.page_ctas;
   const int b = is_own ? cta - args.page_ctas : sequence_of(args, cta);
   Growth growth = Growth::of<Config>(args, b);
-  if (growth.after <= growth.before) return;  // perhaps padding: its sequence is left as it is
+  if (growth.after <= growth.before || growth.before < 0) return;  // perhaps padding: the sequence is left as it is
   int seq_id = 0, begin = growth.before, column = begin / kPageSize, stop;
   if (is_own) {
     seq_id = args.seq_ids ? args.seq_ids[b] : b;
@@ -443,7 +443,9 @@ __device__ __forceinline__ void append(const AppendArguments& args) {
       begin = max(begin, args.sink_tokens);
       column = max((growth.before + kPageSize - 1) / kPageSize, begin / kPageSize);
     }
-    column += cta - first_page_cta(args, b);
+    const int which = cta - first_page_cta(args, b);
+    if (which < 0) return;
+    column += which;
     stop = column + 1;
   }
   const Places<Config> places = {args, growth, head, seq_id};
