@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NoReturn
 
 import torch
+
+
+def may_wait() -> bool:
+    """Whether to wait for a GPU to check values: if FOSCAR_DEBUG=1, but not while a CUDA graph is captured."""
+    return os.environ.get("FOSCAR_DEBUG") == "1" and not torch.cuda.is_current_stream_capturing()
 
 
 def refuse(name: str, value: Any, rule: str) -> NoReturn:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 
 import foscar.ops  # noqa: F401  (defines torch.ops.foscar)
-from foscar._checks import refuse, require, require_index, require_int, require_tensor
+from foscar._checks import may_wait, refuse, require, require_index, require_int, require_tensor
 from foscar.layout import FORMAT_VERSION, CacheSpec
 
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -149,7 +148,7 @@ class PagedKVCache:
 
     def _check_pages(self, pages: torch.Tensor, distinct: bool = False) -> None:
         require_index("pages", pages, ("n",), self.device)
-        if self.pages.is_cuda and (os.environ.get("FOSCAR_DEBUG") != "1" or torch.cuda.is_current_stream_capturing()):
+        if self.pages.is_cuda and not may_wait():
             return
         ids = pages.tolist()
         for i, page in enumerate(ids):
@@ -274,9 +273,11 @@ def append(
     Raises
     ------
     ValueError
-        If an argument does not fit, or a value: lengths, page ids, or a k or v that is not finite. The cache is then as
-        it was. The kernel for Hopper does not look at values, which would take waiting for the device, unless
-        ``FOSCAR_DEBUG=1`` is set and no graph is being captured; it writes to no page outside of the cache.
+        If an argument does not fit, or a value: lengths, page ids, a position without a row of cos_sin_cache, or a k or
+        v that is not finite. The cache is then as it was. The kernel for Hopper does not look at values, which would
+        take waiting for the device, unless ``FOSCAR_DEBUG=1`` is set and no graph is being captured: it writes to no
+        page outside of the cache, and leaves keys without a row of cos_sin_cache as they are. It refuses a batch of
+        more than 65536, and to be captured in a CUDA graph before its first call outside of one.
     """
     require(isinstance(cache, PagedKVCache), "cache", type(cache).__name__, "must be a foscar.PagedKVCache")
     spec = cache.spec

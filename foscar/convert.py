@@ -48,13 +48,13 @@ def oscar(codes: torch.Tensor, scales_zeros: torch.Tensor, *, interleaved: bool 
     Raises
     ------
     ValueError
-        If shapes do not fit.
+        If a shape or a dtype does not fit.
 
     Notes
     -----
     ``kv_quant_kernels.py`` of the branch sglang-research, and ``oscar_ops.py`` of vLLM's pull request 46774.
     """
-    fields = _fields("codes", codes, 2)
+    fields = _fields(codes, 2)
     order = fields.flatten(-2) if interleaved else fields.mT.flatten(-2)
     require(scales_zeros.shape[-1] % 2 == 0, "scales_zeros.shape", list(scales_zeros.shape), "must end in pairs")
     scale, zero = scales_zeros.float().unflatten(-1, (-1, 2)).unbind(-1)
@@ -86,7 +86,7 @@ def kivi(words: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, *, bit
     Raises
     ------
     ValueError
-        If shapes do not fit, or bits is something else.
+        If a shape or a dtype does not fit, or bits or dim is something else.
 
     Notes
     -----
@@ -94,7 +94,7 @@ def kivi(words: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, *, bit
     """
     require(bits in (2, 4), "bits", bits, "must be 2 or 4")
     require(-words.dim() <= dim < words.dim(), "dim", dim, f"must be one of the {words.dim()} of words")
-    require_tensor("words", words, shape=tuple(words.shape), dtypes=(torch.int32,), device=words.device)
+    require(words.dtype == torch.int32, "words.dtype", words.dtype, "must be torch.int32")
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     codes = ((words.movedim(dim, -1).unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
     scale, minimum = (x.float().movedim(dim, -1) for x in (scale, minimum))
@@ -121,13 +121,13 @@ def nibble_halves(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) 
     Raises
     ------
     ValueError
-        If shapes do not fit.
+        If a shape or a dtype does not fit.
 
     Notes
     -----
     ``fill_kv_cache.py`` of LMDeploy.
     """
-    return _rows(_fields("codes", codes, 4).mT.flatten(-2), scale.float(), zero.float())
+    return _rows(_fields(codes, 4).mT.flatten(-2), scale.float(), zero.float())
 
 
 def vllm_int4(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -157,13 +157,13 @@ def vllm_int4(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """
     require_tensor("scale", scale, shape=tuple(codes.shape[:-1]), dtypes=(torch.float32,), device=codes.device)
     words = scale.contiguous().view(torch.int32)
-    return _rows(_fields("codes", codes, 4).flatten(-2), (words & -16).view(torch.float32), (words & 15).float())
+    return _rows(_fields(codes, 4).flatten(-2), (words & -16).view(torch.float32), (words & 15).float())
 
 
-def _fields(name: str, codes: torch.Tensor, bits: int) -> torch.Tensor:
+def _fields(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Fields of bytes: ``[..., bytes]`` to ``[..., bytes, 8 // bits]``."""
-    require_tensor(name, codes, shape=tuple(codes.shape), dtypes=(torch.uint8,), device=codes.device)
-    require(codes.dim() > 0, f"{name}.shape", [], "must have a last dimension of bytes")
+    require(codes.dtype == torch.uint8, "codes.dtype", codes.dtype, "must be torch.uint8")
+    require(codes.dim() > 0, "codes.shape", [], "must have a last dimension of bytes")
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     return (codes.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
 
@@ -178,6 +178,7 @@ def _grouped(name: str, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tenso
 
 
 def _rows(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Values ``(code - zero) * scale``, with one scale and zero a row."""
     for name, x in (("scale", scale), ("zero", zero)):
         require(x.shape == codes.shape[:-1], f"{name}.shape", list(x.shape), f"must be {list(codes.shape[:-1])}")
     return (codes.float() - zero[..., None]) * scale[..., None]

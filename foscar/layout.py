@@ -70,6 +70,10 @@ class QuantSpec:
         """Largest code: 3 or 15."""
         return (1 << self.bits) - 1
 
+    def clip_rank(self, size: int) -> int:
+        """Which of the `size` magnitudes of a row, sorted, is the limit of all."""
+        return min(int(self.clip * size), size - 1)
+
     def _resolve(self, name: str, head_dim: int) -> QuantSpec:
         """Fill in the default group size and check it against head_dim."""
         if self.axis == "channel":

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from foscar._checks import may_wait
 from foscar.layout import CacheSpec
 from foscar.reference import attention, cache
 
@@ -99,7 +99,7 @@ def _decode_attention_cuda(
         from foscar.cuda import decode
 
         attend = decode.decode_attention
-        if os.environ.get("FOSCAR_DEBUG") == "1" and not torch.cuda.is_current_stream_capturing():
+        if may_wait():
             attention.read_tables(pages, lengths, block_table, seq_lens, seq_ids, spec, q.shape[1], options[-1])
     with torch.cuda.device(q.device):
         attend(q, pages, exact, lengths, block_table, seq_lens, seq_ids, sinks, out, lse, spec, *options)
@@ -111,7 +111,7 @@ def _append_cuda(pages: torch.Tensor, exact: torch.Tensor, lengths: torch.Tensor
         from foscar.cuda import append
 
         write = append.append
-        if os.environ.get("FOSCAR_DEBUG") == "1" and not torch.cuda.is_current_stream_capturing():
+        if may_wait():
             cache.plan_append(pages, lengths, k, *rest)
     with torch.cuda.device(k.device):
         write(pages, exact, lengths, k, *rest)

@@ -54,7 +54,7 @@ def _kernel(config: AppendConfig, device: int) -> Kernel:
     return Kernel(config.source(), "append", config.name, config.threads, config.shared_bytes, device)
 
 
-def launch(
+def launch_arguments(
     spec: CacheSpec,
     arrivals: int,
     pages: torch.Tensor,
@@ -71,7 +71,7 @@ def launch(
 ) -> tuple[_Arguments, int]:
     """Return the arguments of the launch, and its CTAs. Rows of k and v are contiguous, and aligned to 16 bytes."""
     batch, tokens = block_table.shape[0], k.shape[0]
-    page_ctas = min(tokens, tokens // PAGE_SIZE + 2 * batch)
+    page_ctas = min(tokens, tokens // PAGE_SIZE + 2 * batch)  # first_page_cta in append.cuh, after the last sequence
     arguments = _Arguments(
         k.data_ptr(),
         v.data_ptr(),
@@ -128,7 +128,7 @@ def append(
     seq_ids = None if seq_ids is None else seq_ids.contiguous()
     cos_sin_cache = None if cos_sin_cache is None else cos_sin_cache.contiguous()
     tensors = (pages, exact, lengths, _rows(k), _rows(v), block_table, seq_lens, cu_seqlens, seq_ids, cos_sin_cache)
-    arguments, ctas = launch(spec, workspace(device, stream), *tensors, is_neox)
+    arguments, ctas = launch_arguments(spec, workspace(device, stream), *tensors, is_neox)
     kernel(arguments, ctas, stream)
 
 

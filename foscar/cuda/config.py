@@ -181,7 +181,7 @@ class AppendConfig:
 def _kept(quant: QuantSpec, head_dim: int) -> int:
     """How many magnitudes of a row are left as they are; 0 if it is not clipped."""
     size = head_dim if quant.axis == "token" else PAGE_SIZE
-    return 0 if quant.clip == 1 else min(int(quant.clip * size), size - 1) + 1
+    return 0 if quant.clip == 1 else quant.clip_rank(size) + 1
 
 
 def _source(

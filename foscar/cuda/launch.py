@@ -17,7 +17,8 @@ _GRAPHS = -1  # instead of a stream
 _workspaces: dict[tuple[int, int], int] = {}  # by device and stream
 
 
-_kernels: list[Kernel] = []  # all of them: what a thread that loads one twice has launched must not be unloaded
+# All of them, so that none is unloaded: of two threads that load one at once, the cache keeps only one's.
+_kernels: list[Kernel] = []
 
 
 class Kernel:

@@ -1,4 +1,4 @@
-"""Decode attention by affine folding, one sequence at a time.
+"""Attention by affine folding, one sequence at a time.
 
 Dequantised K and V are never formed. Scale and offset act on what is small: on scores and probabilities where they
 belong to a token, on the query and the output where they belong to a channel (docs/numerics.md has the algebra).
@@ -102,13 +102,9 @@ def extend_attention(
         if begin == end:
             continue
         query = _query(q[begin:end], state.length, spec, sm_scale, softcap, window_left)
-        parts = [_attend_cache(query, pages, exact, state, positions, page_ids, layout, block_tokens // PAGE_SIZE)]
-        new = torch.stack([k[begin:end], v[begin:end]]).permute(2, 0, 1, 3)  # [num_kv_heads, 2, tokens, head_dim]
-        for i in range(0, end - begin, block_tokens):
-            block = new[:, :, i : i + block_tokens]
-            tier = range(state.length + i, state.length + i + block.shape[2])
-            parts.append(iter([_attend_exact(query, block, tier)]))
-        _finish(itertools.chain.from_iterable(parts), query, sinks, out[begin:end], lse[begin:end])
+        cached = _attend_cache(query, pages, exact, state, positions, page_ids, layout, block_tokens // PAGE_SIZE)
+        new = _attend_new(query, k[begin:end], v[begin:end], state.length, block_tokens)
+        _finish(itertools.chain(cached, new), query, sinks, out[begin:end], lse[begin:end])
 
 
 def _query(
@@ -139,6 +135,15 @@ def _attend_cache(
         records = pages[page_ids[i : i + pages_per_step]].transpose(0, 1)
         start = (positions.start // PAGE_SIZE + i) * PAGE_SIZE
         yield _attend_pages(query, records, start, state, layout)
+
+
+def _attend_new(
+    query: _Query, k: torch.Tensor, v: torch.Tensor, first: int, block_tokens: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Attend to new tokens ``[tokens, num_kv_heads, head_dim]``, the first of them at a position, a block at a time."""
+    for i in range(0, k.shape[0], block_tokens):
+        block = torch.stack([k[i : i + block_tokens], v[i : i + block_tokens]]).permute(2, 0, 1, 3)
+        yield _attend_exact(query, block, range(first + i, first + i + block.shape[2]))
 
 
 def _finish(

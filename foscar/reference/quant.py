@@ -56,8 +56,7 @@ def quantize(
     x = x.float()
     row = -1 if spec.axis == "token" else -2
     if spec.clip < 1:
-        size = x.shape[row]
-        limit = x.abs().sort(dim=row).values.narrow(row, min(int(spec.clip * size), size - 1), 1)
+        limit = x.abs().sort(dim=row).values.narrow(row, spec.clip_rank(x.shape[row]), 1)
         x = x.clamp(-limit, limit)
     grouped = x.unflatten(-1, (-1, spec.group_size)) if spec.axis == "token" else x
     sign = grouped.new_ones(()) if descending is None else torch.where(descending, -1.0, 1.0)[..., None]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import foscar
-from foscar.cuda.append import launch
+from foscar.cuda.append import launch_arguments
 from foscar.cuda.compiler import KERNELS
 from foscar.cuda.config import CTA_PART_FLOATS, WARP_PART_FLOATS, AppendConfig, DecodeConfig
 from foscar.cuda.decode import launches
@@ -53,10 +53,10 @@ def decode_attention(config: DecodeConfig, grid: int, *tensors_and_options: obje
 
 
 def append(spec: foscar.CacheSpec, *tensors: torch.Tensor | bool | None) -> None:
-    """Run the append kernel; the other arguments are those of `foscar.cuda.append.launch`."""
+    """Run the append kernel; the other arguments are those of `foscar.cuda.append.launch_arguments`."""
     k, batch = tensors[3], tensors[5].shape[0]  # type: ignore[union-attr]
     arrivals = torch.full((batch,), -1, dtype=torch.int32)
-    arguments, ctas = launch(spec, arrivals.data_ptr(), *tensors)  # type: ignore[arg-type]
+    arguments, ctas = launch_arguments(spec, arrivals.data_ptr(), *tensors)  # type: ignore[arg-type]
     config = AppendConfig(spec, k.dtype)  # type: ignore[union-attr]
     library = build(config.source(), "append", config.threads, ctypes.sizeof(arguments))
     library.run(ctypes.byref(arguments), ctas)

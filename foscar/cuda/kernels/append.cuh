@@ -6,15 +6,10 @@
 // quantised as the reference does it, bit by bit (foscar/reference/quant.py).
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <math_constants.h>
-
-#include "ptx.cuh"
+#include "types.cuh"
 
 namespace foscar {
 
-constexpr int kPageSize = 64;
 constexpr float kLeastScale = 0x1p-60f;
 
 struct AppendArguments {
@@ -77,14 +72,12 @@ struct Growth {
   int before, after;  // tokens
   int border;         // where the ring begins afterwards
 
-  template <typename Config>
   __device__ __forceinline__ static Growth of(const AppendArguments& args, int b) {
     Growth growth;
     growth.b = b;
     growth.first_row = args.cu_seqlens[b];
     growth.before = args.seq_lens[b];
     growth.after = growth.before + args.cu_seqlens[b + 1] - growth.first_row;
-    growth.move_border<Config>(args, 0);
     return growth;
   }
   // Never back to before where it was. Which new tokens leave does not depend on that.
@@ -109,7 +102,7 @@ __device__ __forceinline__ int sequence_of(const AppendArguments& args, int page
   while (count > 1) {
     const int step = (count + 31) / 32, b = first + lane * step;
     const bool begins = lane * step < count && first_page_cta(args, b) <= page_cta;
-    const int which = 31 - __clz(__ballot_sync(0xffffffffu, begins) | 1);
+    const int which = 31 - __clz(__ballot_sync(kAllLanes, begins) | 1);
     first += which * step;
     count = min(step, count - which * step);
   }
@@ -177,7 +170,7 @@ __device__ __forceinline__ float limit_of(int kept, const float (&magnitudes)[kC
 #pragma unroll
     for (float magnitude : magnitudes) below += magnitude < __uint_as_float(higher);
 #pragma unroll
-    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) below += __shfl_xor_sync(0xffffffffu, below, lanes);
+    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) below += __shfl_xor_sync(kAllLanes, below, lanes);
     if (below < kept) limit = higher;
   }
   return __uint_as_float(limit);
@@ -289,8 +282,8 @@ __device__ __forceinline__ void quantize(const AppendArguments& args, AppendMemo
   } else {
     constexpr int kLanes = O::kGroupSize / kVector % 8 == 0 ? 8 : 4;  // of a group
     const int total = tokens * O::kGroups * kLanes;
-    for (int first_of_all = 0; first_of_all < total; first_of_all += kThreads) {
-      const int i = min(first_of_all + thread, total - 1 - (kLanes - 1 - thread % kLanes));
+    for (int base = 0; base < total; base += kThreads) {
+      const int i = min(base + thread, total - kLanes + thread % kLanes);  // past the end, the last group's again
       const int place = begin * O::kGroups + i / kLanes, token = place / O::kGroups, group = place % O::kGroups;
       float low = CUDART_INF_F, high = -CUDART_INF_F;
 #pragma unroll
@@ -305,10 +298,10 @@ __device__ __forceinline__ void quantize(const AppendArguments& args, AppendMemo
       }
 #pragma unroll
       for (int lanes = 1; lanes < kLanes; lanes *= 2) {
-        low = fminf(low, __shfl_xor_sync(0xffffffffu, low, lanes));
-        high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, lanes));
+        low = fminf(low, __shfl_xor_sync(kAllLanes, low, lanes));
+        high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, lanes));
       }
-      if (i % kLanes == 0 && first_of_all + thread < total)
+      if (i % kLanes == 0 && base + thread < total)
         put_word(place, group * kPageSize + token % 8 * 8 + token / 8, low, high, O::counts_down(token));
     }
   }
@@ -427,25 +420,22 @@ __device__ __forceinline__ void append(const AppendArguments& args) {
   // Pages that the ring may have tokens of are left to the sequence's own CTA.
   const bool is_own = Config::kExact && cta >= args.page_ctas;
   const int b = is_own ? cta - args.page_ctas : sequence_of(args, cta);
-  Growth growth = Growth::of<Config>(args, b);
+  Growth growth = Growth::of(args, b);
   if (growth.after <= growth.before || growth.before < 0) return;  // perhaps padding: the sequence is left as it is
-  int seq_id = 0, begin = growth.before, column = begin / kPageSize, stop;
+  int seq_id = 0, begin = growth.before;
   if (is_own) {
     seq_id = args.seq_ids ? args.seq_ids[b] : b;
     if (seq_id < 0 || seq_id >= args.max_seqs) return;
-    begin = min(args.lengths[2 * seq_id], growth.before);
-    growth.move_border<Config>(args, begin);
-    begin = max(begin, args.sink_tokens);
-    column = begin / kPageSize;
-    stop = (growth.before + kPageSize - 1) / kPageSize;
-  } else {
-    if (Config::kExact) {
-      begin = max(begin, args.sink_tokens);
-      column = max((growth.before + kPageSize - 1) / kPageSize, begin / kPageSize);
-    }
+    begin = min(args.lengths[2 * seq_id], begin);
+  }
+  growth.move_border<Config>(args, begin);
+  begin = max(begin, args.sink_tokens);
+  const int own_stop = (growth.before + kPageSize - 1) / kPageSize;  // of the columns of the sequence's own CTA
+  int column = begin / kPageSize, stop = own_stop;
+  if (!is_own) {
     const int which = cta - first_page_cta(args, b);
-    if (which < 0) return;
-    column += which;
+    if (which < 0) return;  // cu_seqlens does not begin with 0
+    column = (Config::kExact ? max(column, own_stop) : column) + which;
     stop = column + 1;
   }
   const Places<Config> places = {args, growth, head, seq_id};
@@ -455,7 +445,6 @@ __device__ __forceinline__ void append(const AppendArguments& args) {
       quantize_page<Config>(args, smem, places, column, begin);
 
   if (Config::kExact && is_own) {
-    __syncthreads();
     // New tokens that stay: sinks, and those after the border.
     constexpr int kVectors = Config::kHeadDim * sizeof(T) / 16;
     const int sinks_end = max(min(args.sink_tokens, growth.after), growth.before);  // of new sinks
@@ -470,7 +459,8 @@ __device__ __forceinline__ void append(const AppendArguments& args) {
           operand ? load_new<Config, false>(args, growth, head, position, channel)
                   : load_new<Config, true>(args, growth, head, position, channel);
     }
-    // The last head to have read the lengths writes them.
+    // The last head to have read the lengths writes them; all threads of this one have, behind the barrier.
+    __syncthreads();
     if (threadIdx.x == 0 && atomicAdd(args.arrivals + b, 1u) + 2 == Config::kKVHeads) {
       args.lengths[2 * seq_id] = growth.border, args.lengths[2 * seq_id + 1] = growth.after;
       args.arrivals[b] = ~0u;

@@ -1,4 +1,4 @@
-// What all parts of the decode kernel share: its arguments, and the shape of a variant.
+// What the kernels share, and the decode kernel's arguments and shape of a variant.
 #pragma once
 
 #include <cuda_bf16.h>
