@@ -132,7 +132,7 @@ class DecodeConfig:
             "kHalves": self.halves,
             "kBf16": self.dtype == torch.bfloat16,
         }
-        return _source("decode", "DecodeArguments", self.spec, self.dtype, constants, f"{self.warps * 32}, {self.ctas}")
+        return _source("decode", self.spec, self.dtype, constants, f"{self.warps * 32}, {self.ctas}")
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class AppendConfig:
             "kKKept": _kept(self.spec.k, self.spec.head_dim),
             "kVKept": _kept(self.spec.v, self.spec.head_dim),
         }
-        return _source("append", "AppendArguments", self.spec, self.dtype, constants, f"{self.threads}, {self.ctas}")
+        return _source("append", self.spec, self.dtype, constants, f"{self.threads}, {self.ctas}")
 
 
 def _kept(quant: QuantSpec, head_dim: int) -> int:
@@ -184,9 +184,7 @@ def _kept(quant: QuantSpec, head_dim: int) -> int:
     return 0 if quant.clip == 1 else quant.clip_rank(size) + 1
 
 
-def _source(
-    name: str, arguments: str, spec: CacheSpec, dtype: torch.dtype, more: dict[str, int | bool], bounds: str
-) -> str:
+def _source(name: str, spec: CacheSpec, dtype: torch.dtype, more: dict[str, int | bool], bounds: str) -> str:
     layout = record_layout(spec)
     constants: dict[str, int | bool] = {
         "kHeadDim": spec.head_dim,
@@ -213,7 +211,8 @@ def _source(
         f'#include "{name}.cuh"\n'
         f"struct Config {{\n  using T = {_TYPES[dtype]};\n{lines}\n}};\n"
         f'extern "C" __global__ __launch_bounds__({bounds})\n'
-        f"void {name}(const __grid_constant__ foscar::{arguments} args) {{ foscar::{name}<Config>(args); }}\n"
+        f"void {name}(const __grid_constant__ foscar::{name.title()}Arguments args) {{\n"
+        f"  foscar::{name}<Config>(args);\n}}\n"
     )
 
 

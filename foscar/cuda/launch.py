@@ -78,9 +78,7 @@ def workspace(device: int, stream: int) -> int:
     """
     if torch.cuda.is_current_stream_capturing():
         if (device, _GRAPHS) not in _workspaces:
-            refuse(
-                "stream", "captured in a CUDA graph", "the first call of a kernel on a device must be outside of one"
-            )
+            refuse("workspace", "captured in a CUDA graph", "the first call on a device must be outside of one")
         stream = _GRAPHS
     elif (device, stream) not in _workspaces:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
