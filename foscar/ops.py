@@ -117,11 +117,38 @@ def _append_cuda(pages: torch.Tensor, exact: torch.Tensor, lengths: torch.Tensor
         write(pages, exact, lengths, k, *rest)
 
 
+def _extend_attention_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    exact: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_ids: torch.Tensor | None,
+    *rest: Any,
+) -> None:
+    *_, spec, _, _, window_left, _ = rest
+    attend = attention.extend_attention
+    if _why_no_kernel(spec, q.dtype, q.device) is None and (q.dtype == exact.dtype or not spec.exact_tokens):
+        from foscar.cuda import extend
+
+        attend = extend.extend_attention
+        if may_wait():
+            attention.read_bounds(cu_seqlens, "q", q.shape[0])
+            attention.read_tables(pages, lengths, block_table, seq_lens, seq_ids, spec, 0, window_left)
+    with torch.cuda.device(q.device):
+        attend(q, k, v, pages, exact, lengths, block_table, seq_lens, cu_seqlens, seq_ids, *rest)
+
+
 torch.library.impl("foscar::append", "cpu", _with_spec(cache.append))
 torch.library.impl("foscar::append", "cuda", _with_spec(_append_cuda))
 torch.library.impl("foscar::decode_attention", "cpu", _with_spec(attention.decode_attention))
 torch.library.impl("foscar::decode_attention", "cuda", _with_spec(_decode_attention_cuda))
-torch.library.impl("foscar::extend_attention", ("cpu", "cuda"), _with_spec(attention.extend_attention))
+torch.library.impl("foscar::extend_attention", "cpu", _with_spec(attention.extend_attention))
+torch.library.impl("foscar::extend_attention", "cuda", _with_spec(_extend_attention_cuda))
 torch.library.impl("foscar::dequantize", ("cpu", "cuda"), _with_spec(cache.dequantize))
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 
+import emulator
 import pytest
 import torch
 
@@ -31,3 +32,14 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     monkeypatch.setenv("FOSCAR_DEBUG", "1")  # the errors of kernels are then those of the reference
     # With an index, as a tensor's own device has.
     return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(emulator.COMPILER is None, reason="needs a C++ compiler, g++")),
+        pytest.param("cuda:0", marks=pytest.mark.gpu),
+    ]
+)
+def machine(request: pytest.FixtureRequest) -> torch.device:
+    """Where a kernel runs: emulated, or on a GPU."""
+    return torch.device(request.param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -11,32 +12,27 @@ import torch
 from helpers import i32, poison, quant_specs, snapshot
 
 import foscar
+from foscar.cuda import append as append_kernel
 from foscar.layout import HEAD_DIMS
 
+_by_warps = itertools.cycle((True, False))
 T, K = foscar.CacheSpec.token_wise, foscar.CacheSpec.kivi
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("cpu", marks=pytest.mark.skipif(emulator.COMPILER is None, reason="needs a C++ compiler, g++")),
-        pytest.param("cuda:0", marks=pytest.mark.gpu),
-    ]
-)
-def machine(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
 
 
 def run(
     cache: foscar.PagedKVCache, *tensors: torch.Tensor, angles: torch.Tensor | None = None, is_neox: bool = True
 ) -> None:
-    """Call the kernel; k, v and tables are the CPU's."""
+    """Call the kernel, by teams of either size in turn; k, v and tables are the CPU's."""
     spec, own = cache.spec, (cache.pages, cache.exact, cache.lengths)
+    by_warps = next(_by_warps) and not spec.block_wise
     if cache.device.type == "cpu":
-        emulator.append(spec, *own, *tensors, angles, is_neox)
+        emulator.append(by_warps, spec, *own, *tensors, angles, is_neox)
     else:
         angles = None if angles is None else angles.to(cache.device)
         here = (tensor.to(cache.device) for tensor in tensors)
-        torch.ops.foscar.append(*own, *here, angles, is_neox, str(spec))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(append_kernel, "best_by_warps", lambda *_: by_warps)
+            torch.ops.foscar.append(*own, *here, angles, is_neox, str(spec))
 
 
 class Pair:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import logging
 
 import torch
 
 from foscar._checks import require
 from foscar.cuda.config import AppendConfig
-from foscar.cuda.launch import MAX_ARRIVALS, Kernel, workspace
-from foscar.layout import PAGE_SIZE, CacheSpec
+from foscar.cuda.launch import MAX_ARRIVALS, aligned_rows, load, workspace
+from foscar.layout import CacheSpec
 
-logger = logging.getLogger("foscar")
+_FEW_TOKENS = 4  # of a sequence
 
 
 class _Arguments(ctypes.Structure):
@@ -39,7 +37,8 @@ class _Arguments(ctypes.Structure):
         ("batch", ctypes.c_int),
         ("num_pages", ctypes.c_int),
         ("max_seqs", ctypes.c_int),
-        ("page_ctas", ctypes.c_int),
+        ("blocks", ctypes.c_int),
+        ("by_warps", ctypes.c_int),
         ("block_table_stride", ctypes.c_int),
         ("block_table_columns", ctypes.c_int),
         ("sink_tokens", ctypes.c_int),
@@ -48,14 +47,14 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-@functools.cache
-def _kernel(config: AppendConfig, device: int) -> Kernel:
-    logger.debug("%s for %s", config.name, config.spec)
-    return Kernel(config.source(), "append", config.name, config.threads, config.shared_bytes, device)
+def best_by_warps(spec: CacheSpec, tokens: int, batch: int) -> bool:
+    """Return whether teams had better be warps: sequences get few tokens each, and blocks are not pages."""
+    return tokens <= _FEW_TOKENS * batch and not spec.block_wise
 
 
 def launch_arguments(
-    spec: CacheSpec,
+    config: AppendConfig,
+    by_warps: bool,
     arrivals: int,
     pages: torch.Tensor,
     exact: torch.Tensor,
@@ -70,8 +69,9 @@ def launch_arguments(
     is_neox: bool,
 ) -> tuple[_Arguments, int]:
     """Return the arguments of the launch, and its CTAs. Rows of k and v are contiguous, and aligned to 16 bytes."""
-    batch, tokens = block_table.shape[0], k.shape[0]
-    page_ctas = min(tokens, tokens // PAGE_SIZE + 2 * batch)  # first_page_cta in append.cuh, after the last sequence
+    spec, batch, tokens = config.spec, block_table.shape[0], k.shape[0]
+    # first_block in append.cuh, after the last sequence
+    blocks = min(tokens, tokens // config.block_tokens(by_warps) + 2 * batch)
     arguments = _Arguments(
         k.data_ptr(),
         v.data_ptr(),
@@ -91,14 +91,16 @@ def launch_arguments(
         batch,
         pages.shape[0],
         lengths.shape[0],
-        page_ctas,
+        blocks,
+        by_warps,
         block_table.stride(0),
         block_table.shape[1],
         spec.sink_tokens,
         spec.recent_tokens,
         spec.ring_tokens,
     )
-    return arguments, (page_ctas + (batch if spec.exact_tokens else 0)) * spec.num_kv_heads
+    units = (blocks + (batch if spec.exact_tokens else 0)) * spec.num_kv_heads
+    return arguments, -(-units * 32 // config.threads) if by_warps else units
 
 
 def append(
@@ -122,18 +124,13 @@ def append(
         return
     device = k.device.index
     stream = torch.cuda.current_stream(device).cuda_stream
-    kernel = _kernel(AppendConfig(spec, k.dtype), device)
+    config = AppendConfig(spec, k.dtype)
+    kernel = load(config, device)
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     seq_lens, cu_seqlens = seq_lens.contiguous(), cu_seqlens.contiguous()
     seq_ids = None if seq_ids is None else seq_ids.contiguous()
     cos_sin_cache = None if cos_sin_cache is None else cos_sin_cache.contiguous()
-    tensors = (pages, exact, lengths, _rows(k), _rows(v), block_table, seq_lens, cu_seqlens, seq_ids, cos_sin_cache)
-    arguments, ctas = launch_arguments(spec, workspace(device, stream), *tensors, is_neox)
+    tensors = (pages, exact, lengths, aligned_rows(k), aligned_rows(v), block_table, seq_lens, cu_seqlens, seq_ids)
+    by_warps = best_by_warps(spec, k.shape[0], batch)
+    arguments, ctas = launch_arguments(config, by_warps, workspace(device, stream), *tensors, cos_sin_cache, is_neox)
     kernel(arguments, ctas, stream)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose rows of channels are contiguous, and begin at multiples of 16 bytes."""
-    vector = 16 // x.itemsize
-    aligned = x.stride(2) == 1 and x.stride(0) % vector == x.stride(1) % vector == 0 and x.data_ptr() % 16 == 0
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)

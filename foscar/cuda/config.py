@@ -10,6 +10,7 @@ import torch
 from foscar.layout import PAGE_SIZE, CacheSpec, QuantSpec, record_layout
 
 MAX_ROWS = 8
+LONGEST_WINDOW = 1 << 30  # more than any sequence has, and far from the ends of a 32-bit integer
 ARCHITECTURES = ("sm_90a",)
 _TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float32: "float"}
 # Shared memory of an SM of Hopper; the system takes 1 KiB for each CTA.
@@ -111,6 +112,11 @@ class DecodeConfig:
         return 2 if self.small else 1
 
     @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return self.warps * 32
+
+    @property
     def units(self) -> int:
         """Units that a warp looks up, half of them at a time: fewer where 8 warps of 3 stages must fit half an SM."""
         return 16 if self.small else 32
@@ -132,7 +138,7 @@ class DecodeConfig:
             "kHalves": self.halves,
             "kBf16": self.dtype == torch.bfloat16,
         }
-        return _source("decode", self.spec, self.dtype, constants, f"{self.warps * 32}, {self.ctas}")
+        return _source("decode", self.spec, self.dtype, constants, f"{self.threads}, {self.ctas}")
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ class AppendConfig:
     spec: CacheSpec
     dtype: torch.dtype
     threads = 128
-    ctas = 7  # that the registers of an SM are for: left to itself, the compiler spills some for the sake of more
+    ctas = 6  # that the registers of an SM are for, if shared memory has room for so many
 
     @property
     def name(self) -> str:
@@ -159,13 +165,17 @@ class AppendConfig:
         exact = "_exact" if self.spec.exact_tokens else ""
         return f"append_k{self.spec.k}_v{self.spec.v}_d{self.spec.head_dim}{exact}_{kind}"
 
+    def block_tokens(self, by_warps: bool) -> int:
+        """Tokens that a team takes at a time, a warp or a CTA: blocks of channel-wise operands are pages."""
+        return PAGE_SIZE * 32 // self.threads if by_warps else PAGE_SIZE
+
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: `AppendMemory` in append.cuh."""
         head_dim = self.spec.head_dim
         groups = max(_groups(self.spec.k, head_dim), _groups(self.spec.v, head_dim))
-        values = PAGE_SIZE * (head_dim * self.dtype.itemsize + 16)
-        return values + 4 * max(PAGE_SIZE, head_dim) + 8 * max(PAGE_SIZE * groups, head_dim)
+        values = 2 * PAGE_SIZE * (head_dim * self.dtype.itemsize + 16)
+        return values + 16 * max(PAGE_SIZE * groups, head_dim) + 8 * max(PAGE_SIZE, head_dim)
 
     def source(self) -> str:
         """Return the translation unit: constants, and an entry without a mangled name."""
@@ -176,6 +186,61 @@ class AppendConfig:
             "kVKept": _kept(self.spec.v, self.spec.head_dim),
         }
         return _source("append", self.spec, self.dtype, constants, f"{self.threads}, {self.ctas}")
+
+
+@dataclass(frozen=True)
+class ExtendConfig:
+    """A variant of the kernel that extends.
+
+    Attributes
+    ----------
+    spec : CacheSpec
+        What it reads.
+    dtype : torch.dtype
+        dtype of the query, of new keys and values, and of the output: bfloat16 or float16.
+    """
+
+    spec: CacheSpec
+    dtype: torch.dtype
+    warps = 4
+    threads = 128
+
+    @property
+    def name(self) -> str:
+        """What the variant is called in tables and logs."""
+        kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+        exact = "_exact" if self.spec.exact_tokens else ""
+        return f"extend_k{self.spec.k}_v{self.spec.v}_d{self.spec.head_dim}{exact}_{kind}"
+
+    @property
+    def row_tiles(self) -> int:
+        """16-row tiles of a warp: as many as its registers hold the output of."""
+        return 2 if self.spec.head_dim <= 128 else 1
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows of a KV head that a CTA works on."""
+        return 16 * self.row_tiles * self.warps
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that an SM has room for."""
+        return min(_SM_SHARED_BYTES // (self.shared_bytes + 1024), 2)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA: `ExtendMemory` in extend.cuh."""
+        return self.spec.record_bytes + (2 * PAGE_SIZE + self.tile_rows) * self.spec.head_dim * 2 + 128
+
+    def source(self) -> str:
+        """Return the translation unit: constants, and an entry without a mangled name."""
+        constants = {
+            "kWarps": self.warps,
+            "kRowTiles": self.row_tiles,
+            "kSharedBytes": self.shared_bytes,
+            "kBf16": self.dtype == torch.bfloat16,
+        }
+        return _source("extend", self.spec, self.dtype, constants, f"{self.threads}, {self.ctas}")
 
 
 def _kept(quant: QuantSpec, head_dim: int) -> int:

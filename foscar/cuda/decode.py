@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 
 from foscar._checks import refuse
-from foscar.cuda.config import CTA_PART_FLOATS, MAX_ROWS, DecodeConfig
-from foscar.cuda.launch import MAX_ARRIVALS, Kernel, workspace
+from foscar.cuda.config import CTA_PART_FLOATS, LONGEST_WINDOW, MAX_ROWS, DecodeConfig
+from foscar.cuda.launch import MAX_ARRIVALS, Kernel, aligned_rows, load, workspace
 from foscar.layout import CacheSpec
 
 logger = logging.getLogger("foscar")
@@ -53,16 +53,10 @@ class _Arguments(ctypes.Structure):
 
 
 @functools.cache
-def _kernel(config: DecodeConfig, device: int) -> Kernel:
-    logger.debug("%s for %s: %d warps, %d stages", config.name, config.spec, config.warps, config.stages)
-    return Kernel(config.source(), "decode", config.name, config.warps * 32, config.shared_bytes, device)
-
-
-@functools.cache
 def _variants(spec: CacheSpec, dtype: torch.dtype, rows: int, device: int) -> list[tuple[DecodeConfig, Kernel]]:
     """Return what serves much work, and what serves little: a first call loads both, as no graph can load one."""
     configs = [DecodeConfig.choose(spec, dtype, rows, small) for small in (False, True)]
-    return [(config, _kernel(config, device)) for config in configs]
+    return [(config, load(config, device)) for config in configs]
 
 
 def is_small(spec: CacheSpec, batch: int, columns: int, sms: int) -> bool:
@@ -128,15 +122,12 @@ def launches(
                 -(-(1 << 16) // group),
                 block_table.stride(0),
                 block_table.shape[1],
-                -1 if window_left is None else min(window_left, _LONGEST_WINDOW),
+                -1 if window_left is None else min(window_left, LONGEST_WINDOW),
                 spec.sink_tokens,
                 spec.ring_tokens,
                 sm_scale,
                 softcap or 0.0,
             )
-
-
-_LONGEST_WINDOW = 1 << 30  # more than any sequence has, and far from the ends of a 32-bit integer
 
 
 def decode_attention(
@@ -162,14 +153,13 @@ def decode_attention(
         return
     heads_at_once, tokens_at_once = _row_block(q, spec)
     stream = torch.cuda.current_stream(device).cuda_stream
-    aligned = q.stride(3) == 1 and all(stride % 8 == 0 for stride in q.stride()[:3]) and q.data_ptr() % 16 == 0
     columns = block_table.shape[1]
     if batch * (max(columns, 1) + (spec.exact_tokens + 16) // 8) * spec.num_kv_heads >= 2**31:  # units, at most
         refuse("block_table.shape", list(block_table.shape), "times num_kv_heads must be below 2**31")
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     variants = _variants(spec, q.dtype, heads_at_once * tokens_at_once, device)
     config, kernel = variants[is_small(spec, batch, columns, sms)]
-    q = q if aligned else q.clone(memory_format=torch.contiguous_format)
+    q = aligned_rows(q)
     target = out if out.stride(3) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     seq_lens = seq_lens.contiguous()

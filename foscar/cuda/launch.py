@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 import threading
 from typing import Any
 
@@ -10,7 +12,9 @@ import torch
 
 from foscar._checks import refuse
 from foscar.cuda.compiler import compile_cubin, cuda_core
-from foscar.cuda.config import CTA_PART_FLOATS, WARP_PART_FLOATS
+from foscar.cuda.config import CTA_PART_FLOATS, WARP_PART_FLOATS, AppendConfig, DecodeConfig, ExtendConfig
+
+logger = logging.getLogger("foscar")
 
 MAX_ARRIVALS = 1 << 16  # sequences of a batch that is appended to
 _GRAPHS = -1  # instead of a stream
@@ -26,34 +30,34 @@ class Kernel:
 
     Parameters
     ----------
-    source, entry, name : str
-        Its translation unit, the function in it, and what it is called in messages.
-    threads, shared_bytes : int
-        Of a CTA.
+    config : AppendConfig or DecodeConfig or ExtendConfig
+        Which variant.
     device : int
         Where it is to run.
     """
 
-    def __init__(self, source: str, entry: str, name: str, threads: int, shared_bytes: int, device: int) -> None:
+    def __init__(self, config: AppendConfig | DecodeConfig | ExtendConfig, device: int) -> None:
         if torch.cuda.is_current_stream_capturing():
-            refuse(name, "captured in a CUDA graph", "the first call of a kernel on a device must be outside of one")
+            refuse(
+                config.name, "captured in a CUDA graph", "the first call of a kernel on a device must be outside of one"
+            )
         core = cuda_core()
         from cuda.bindings import driver
 
         major, minor = torch.cuda.get_device_capability(device)
-        self._library = core.ObjectCode.from_cubin(compile_cubin(source, f"sm_{major}{minor}a", name))
-        kernel = self._library.get_kernel(entry)
+        self._library = core.ObjectCode.from_cubin(compile_cubin(config.source(), f"sm_{major}{minor}a", config.name))
+        kernel = self._library.get_kernel(config.name.partition("_")[0])
         dynamic = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(driver.cuKernelSetAttribute(dynamic, shared_bytes, kernel.handle, device)[0])
+        _check(driver.cuKernelSetAttribute(dynamic, config.shared_bytes, kernel.handle, device)[0])
         self._function = driver.CUfunction(int(kernel.handle))
         # The next launch may begin before this one ends: kernels wait for what came before them.
         early = driver.CUlaunchAttribute()
         early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
         self._launch = driver.CUlaunchConfig()
-        self._launch.blockDimX = threads
+        self._launch.blockDimX = config.threads
         self._launch.gridDimY = self._launch.gridDimZ = self._launch.blockDimY = self._launch.blockDimZ = 1
-        self._launch.sharedMemBytes = shared_bytes
+        self._launch.sharedMemBytes = config.shared_bytes
         self._launch.attrs, self._launch.numAttrs = [early], 1
         self._lock = threading.Lock()  # of the launch's configuration
         _kernels.append(self)
@@ -67,6 +71,13 @@ class Kernel:
             self._launch.gridDimX, self._launch.hStream = ctas, stream
             (result,) = driver.cuLaunchKernelEx(self._launch, self._function, ctypes.addressof(parameters), 0)
         _check(result)
+
+
+@functools.cache
+def load(config: AppendConfig | DecodeConfig | ExtendConfig, device: int) -> Kernel:
+    """Return a variant, compiled and loaded by the first call."""
+    logger.debug("%s for %s", config.name, config.spec)
+    return Kernel(config, device)
 
 
 def workspace(device: int, stream: int) -> int:
@@ -85,6 +96,13 @@ def workspace(device: int, stream: int) -> int:
         for owner in {(device, stream), (device, _GRAPHS)} - _workspaces.keys():
             _workspaces[owner] = _ones(4 * (MAX_ARRIVALS + sms * (CTA_PART_FLOATS + WARP_PART_FLOATS)))
     return _workspaces[device, stream]
+
+
+def aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose rows of channels are contiguous, and begin at multiples of 16 bytes."""
+    vector = 16 // x.itemsize
+    aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % vector == 0 for stride in x.stride()[:-1])
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _ones(nbytes: int) -> int:

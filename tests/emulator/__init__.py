@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 import foscar
-from foscar.cuda.append import launch_arguments
+from foscar.cuda import append as append_launch
+from foscar.cuda import extend as extend_launch
 from foscar.cuda.compiler import KERNELS
-from foscar.cuda.config import CTA_PART_FLOATS, WARP_PART_FLOATS, AppendConfig, DecodeConfig
+from foscar.cuda.config import CTA_PART_FLOATS, WARP_PART_FLOATS, AppendConfig, DecodeConfig, ExtendConfig
 from foscar.cuda.decode import launches
 
 HERE = Path(__file__).parent
@@ -52,12 +53,19 @@ def decode_attention(config: DecodeConfig, grid: int, *tensors_and_options: obje
         assert (workspace[: grid * CTA_PART_FLOATS] == -1).all(), "parts of CTAs are absent between launches"
 
 
-def append(spec: foscar.CacheSpec, *tensors: torch.Tensor | bool | None) -> None:
+def append(by_warps: bool, spec: foscar.CacheSpec, *tensors: torch.Tensor | bool | None) -> None:
     """Run the append kernel; the other arguments are those of `foscar.cuda.append.launch_arguments`."""
     k, batch = tensors[3], tensors[5].shape[0]  # type: ignore[union-attr]
     arrivals = torch.full((batch,), -1, dtype=torch.int32)
-    arguments, ctas = launch_arguments(spec, arrivals.data_ptr(), *tensors)  # type: ignore[arg-type]
     config = AppendConfig(spec, k.dtype)  # type: ignore[union-attr]
+    arguments, ctas = append_launch.launch_arguments(config, by_warps, arrivals.data_ptr(), *tensors)  # type: ignore[arg-type]
     library = build(config.source(), "append", config.threads, ctypes.sizeof(arguments))
     library.run(ctypes.byref(arguments), ctas)
     assert (arrivals == -1).all(), "nobody has arrived between launches"
+
+
+def extend_attention(config: ExtendConfig, splits: int, *tensors_and_options: object) -> None:
+    """Run a variant; the other arguments are those of `foscar.cuda.extend.launch_arguments`."""
+    arguments, ctas = extend_launch.launch_arguments(config, splits, *tensors_and_options)  # type: ignore[arg-type]
+    library = build(config.source(), "extend", config.threads, ctypes.sizeof(arguments))
+    library.run(ctypes.byref(arguments), ctas)

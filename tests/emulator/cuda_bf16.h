@@ -31,3 +31,9 @@ inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162
 inline __nv_bfloat162 __hmul2(__nv_bfloat162 a, __nv_bfloat162 b) {
   return __hfma2(a, b, {__nv_bfloat16(0.0), __nv_bfloat16(0.0)});
 }
+inline __nv_bfloat162 __hmin2(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return __floats2bfloat162_rn(fminf(a.x, b.x), fminf(a.y, b.y));
+}
+inline __nv_bfloat162 __hmax2(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return __floats2bfloat162_rn(fmaxf(a.x, b.x), fmaxf(a.y, b.y));
+}

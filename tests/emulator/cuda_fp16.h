@@ -79,4 +79,5 @@ inline __half2 __float2half2_rn(float x) { return {__half(x), __half(x)}; }
 inline float2 __half22float2(__half2 a) { return {a.x, a.y}; }
 inline __half2 __habs2(__half2 a) { return __floats2half2_rn(std::fabs(float(a.x)), std::fabs(float(a.y))); }
 inline __half2 __hmax2(__half2 a, __half2 b) { return __floats2half2_rn(fmaxf(a.x, b.x), fmaxf(a.y, b.y)); }
+inline __half2 __hmin2(__half2 a, __half2 b) { return __floats2half2_rn(fminf(a.x, b.x), fminf(a.y, b.y)); }
 inline bool __hble2(__half2 a, __half2 b) { return float(a.x) <= float(b.x) && float(a.y) <= float(b.y); }

@@ -208,7 +208,8 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     return true;
   });
 }
-inline void cp_async_bulk(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+constexpr uint64_t kEvictFirst = 1, kEvictNormal = 2;
+inline void cp_async_bulk(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier, uint64_t) {
   emulator::check_waited("bulk copy");
   if (destination % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(source) % 16)
     emulator::fail("not aligned", "bulk copy");
@@ -218,11 +219,14 @@ inline void cp_async_bulk(uint32_t destination, const void* source, uint32_t byt
     return static_cast<int>(bytes);
   });
 }
-inline void cp_async_4(uint32_t destination, const void* source) {
-  emulator::check_waited("cp.async");
-  std::memset(memory + destination, 0xff, 4);
-  emulator::fibers[threadIdx.x].copies.push_back([=] { std::memcpy(memory + destination, source, 4); });
+inline void copy_later(const char* name, uint32_t destination, const void* source, int bytes) {
+  emulator::check_waited(name);
+  if (destination % bytes || reinterpret_cast<uintptr_t>(source) % bytes) emulator::fail("not aligned", name);
+  std::memset(memory + destination, 0xff, bytes);
+  emulator::fibers[threadIdx.x].copies.push_back([=] { std::memcpy(memory + destination, source, bytes); });
 }
+inline void cp_async_4(uint32_t destination, const void* source) { copy_later("cp.async", destination, source, 4); }
+inline void cp_async_16(uint32_t destination, const void* source) { copy_later("cp.async", destination, source, 16); }
 inline void cp_async_wait_all() {
   for (const auto& copy : emulator::fibers[threadIdx.x].copies) copy();
   emulator::fibers[threadIdx.x].copies.clear();

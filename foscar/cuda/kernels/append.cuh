@@ -1,12 +1,13 @@
 // Appending: new tokens, and those that leave the ring for them, are quantised into their pages; what stays exact is
 // copied.
 //
-// Work. A CTA does one KV head of one page that only new tokens go to, or of all that concerns a sequence's exact
-// tokens: pages that take tokens from its ring first, then the rows of new ones, which may be the same. A token is
-// quantised as the reference does it, bit by bit (foscar/reference/quant.py).
+// Work. A team, of a warp or of a whole CTA, does one KV head of a block of tokens that are all new, or of all that
+// concerns a sequence's exact tokens: blocks that take tokens from its ring first, then the rows of new ones, which may
+// be the same. A warp takes 16 tokens at a time, a CTA a page. A token is quantised as the reference does it, bit by
+// bit (foscar/reference/quant.py).
 #pragma once
 
-#include "types.cuh"
+#include "record.cuh"
 
 namespace foscar {
 
@@ -28,12 +29,25 @@ struct AppendArguments {
   int64_t v_strides[2];
   int positions, rotary_dim, is_neox;
   int batch, num_pages, max_seqs;
-  int page_ctas;  // of the grid, for each head: those of pages that only new tokens go to
+  int blocks;    // for each head: units of work that are blocks of new tokens
+  int by_warps;  // whether teams are warps
   int block_table_stride, block_table_columns;
   int sink_tokens, recent_tokens, ring_tokens;
 };
 
-// What of K or of V one CTA works on at a time.
+template <int kThreads>
+struct Team {
+  static constexpr int kSize = kThreads;
+  static __device__ __forceinline__ int rank() { return threadIdx.x % kThreads; }
+  static __device__ __forceinline__ void sync() {
+    if constexpr (kThreads == 32)
+      __syncwarp();
+    else
+      __syncthreads();
+  }
+};
+
+// K and V of a page's worth of tokens, all a CTA's or a share of them for each of its warps.
 template <typename Config>
 struct alignas(16) AppendMemory {
   using T = typename Config::T;
@@ -41,29 +55,13 @@ struct alignas(16) AppendMemory {
   static constexpr int kGroups = Config::kKGroups > Config::kVGroups ? Config::kKGroups : Config::kVGroups;
   static constexpr int kRows = Config::kHeadDim > kPageSize ? Config::kHeadDim : kPageSize;
   static constexpr int kParams = Config::kHeadDim > kPageSize* kGroups ? Config::kHeadDim : kPageSize * kGroups;
-  T values[kPageSize][Config::kHeadDim + kPadding];
-  float limits[kRows];      // of a row's magnitudes, if it is clipped
-  uint32_t words[kParams];  // scales, and offsets as they are stored
-  float inverses[kParams];  // of half of a scale
-};
-
-// How K or V is quantised and where it lies (foscar/layout.py).
-template <typename Config, bool kIsK>
-struct Operand {
-  static constexpr int kBits = kIsK ? Config::kKBits : Config::kVBits;
-  static constexpr int kGroups = kIsK ? Config::kKGroups : Config::kVGroups;
-  static constexpr bool kChannelWise = kIsK ? Config::kKChannelWise : Config::kVChannelWise;
-  static constexpr int kCodes = kIsK ? Config::kKCodes : Config::kVCodes;
-  static constexpr int kParams = kIsK ? Config::kKParams : Config::kVParams;
-  static constexpr int kKept = kIsK ? Config::kKKept : Config::kVKept;  // magnitudes of a row within its limit, or 0
-  static constexpr int kLevels = (1 << kBits) - 1;
-  static constexpr int kGroupSize = Config::kHeadDim / kGroups;
-
-  // Tokens at odd positions of V count down, so that sums over tokens of p * scale * code stay small.
-  static __device__ __forceinline__ bool counts_down(int token) { return !kIsK && !kChannelWise && token % 2 == 1; }
-  static __device__ __forceinline__ int place(int token, int channel) {
-    return kChannelWise ? channel : token * kGroups + channel / kGroupSize;
-  }
+  struct Param {
+    uint32_t word;  // scale, and offset as it is stored
+    float inverse;  // of half of the scale
+  };
+  T values[2][kPageSize][Config::kHeadDim + kPadding];
+  Param params[2][kParams];
+  float limits[2][kRows];  // of a row's magnitudes, if it is clipped
 };
 
 // One sequence's part of an append. Ends of ranges are exclusive.
@@ -88,32 +86,13 @@ struct Growth {
   }
 };
 
-// The first CTA of a sequence's pages: as many follow as the new tokens may need pages, which is at most their number,
-// and at most two more than they would fill.
-__device__ __forceinline__ int first_page_cta(const AppendArguments& args, int b) {
+// How many units of work that are blocks of new tokens come before a sequence's: as many as its new tokens may need,
+// which is at most their number, and at most two more than they would fill.
+template <int kTokens>
+__device__ __forceinline__ int first_block(const AppendArguments& args, int b) {
   const int row = args.cu_seqlens[b];
-  return min(row, row / kPageSize + 2 * b);
+  return min(row, row / kTokens + 2 * b);
 }
-
-// The last sequence whose first CTA is not after this one.
-__device__ __forceinline__ int sequence_of(const AppendArguments& args, int page_cta) {
-  const int lane = threadIdx.x % 32;
-  int first = 0, count = args.batch;  // it is one of these
-  while (count > 1) {
-    const int step = (count + 31) / 32, b = first + lane * step;
-    const bool begins = lane * step < count && first_page_cta(args, b) <= page_cta;
-    const int which = 31 - __clz(__ballot_sync(kAllLanes, begins) | 1);
-    first += which * step;
-    count = min(step, count - which * step);
-  }
-  return first;
-}
-
-template <typename Operand>
-__device__ __forceinline__ float scale_of(uint32_t word) {
-  return __uint_as_float(Operand::kChannelWise ? word & 0xffff0000u : word);
-}
-__device__ __forceinline__ float offset_of(uint32_t word) { return __uint_as_float(word << 16); }
 
 // x / y, rounded to nearest: the product with y's inverse, made up for by what it leaves (Markstein, 1990). The result
 // must not be subnormal, or does not matter.
@@ -139,21 +118,19 @@ __device__ __forceinline__ uint32_t make_word(float low, float high, bool counts
   return ((scale - (Operand::kChannelWise ? 0 : half) + 0x8000u) & 0xffff0000u) | half;
 }
 
-// Makes codes of one scale and offset.
-template <typename Operand>
+// Makes codes of one scale and offset. A code comes as the float kRound + code, whose low bits it is: whoever adds up
+// shifted codes takes off what kRound adds up to.
+constexpr uint32_t kRound = 0x4b400000u;  // 3 * 2^22: a small number that is added to it is rounded to an integer
 struct Coder {
-  float offset, half_scale, inverse;
+  float half_offset, half_scale, inverse;
 
-  __device__ __forceinline__ Coder(uint32_t word, float inverse, bool counts_down)
-      : offset(counts_down ? -offset_of(word) : offset_of(word)),
-        half_scale(0.5f * scale_of<Operand>(word)),
-        inverse(inverse) {}
-
+  template <typename Operand, typename Param>
+  __device__ __forceinline__ static Coder of(const Param& param, bool counts_down) {
+    const float half_offset = 0.5f * offset_of(param.word);
+    return {counts_down ? -half_offset : half_offset, 0.5f * scale_of<Operand>(param.word), param.inverse};
+  }
   __device__ __forceinline__ uint32_t operator()(float x) const {
-    constexpr float kRound = 12582912.f;  // 3 * 2^22: a small number that is added is an integer in the low bits
-    const float quotient = divide(0.5f * x - 0.5f * offset, half_scale, inverse);
-    const float code = fminf(fmaxf(quotient, 0.f), static_cast<float>(Operand::kLevels));
-    return __float_as_uint(code + kRound) - __float_as_uint(kRound);
+    return __float_as_uint(divide(fmaf(0.5f, x, -half_offset), half_scale, inverse) + __uint_as_float(kRound));
   }
 };
 
@@ -178,146 +155,236 @@ __device__ __forceinline__ float limit_of(int kept, const float (&magnitudes)[kC
 
 template <typename T>
 struct alignas(16) Vector {
-  T at[16 / sizeof(T)];
+  static constexpr int kSize = 16 / sizeof(T);
+  T at[kSize];
 };
 
-// Channels of a new token's K or V. Angles are those of its position; products are not fused, as in the reference.
-template <typename Config, bool kIsK, typename T = typename Config::T>
-__device__ __forceinline__ Vector<T> load_new(const AppendArguments& args, const Growth& growth, int head, int position,
-                                              int channel) {
-  constexpr int kVector = 16 / sizeof(T);
-  const int64_t* const strides = kIsK ? args.k_strides : args.v_strides;
-  const T* const row = static_cast<const T*>(kIsK ? args.k : args.v) + head * strides[1] +
-                       (growth.first_row + position - growth.before) * strides[0];
-  auto load = [&](int first) { return *reinterpret_cast<const Vector<T>*>(row + first); };
-  Vector<T> x = load(channel);
-  if (!kIsK || !args.cos_sin || channel >= args.rotary_dim || position >= args.positions) return x;
-  const int half = args.rotary_dim / 2;
-  const float* const cos = args.cos_sin + static_cast<int64_t>(position) * args.rotary_dim;
-  auto turn = [&](float own, float other, int angle, float sign) {
-    return static_cast<T>(__fadd_rn(__fmul_rn(own, cos[angle]), sign * __fmul_rn(other, cos[half + angle])));
-  };
-  if (args.is_neox) {
-    const bool is_first = channel < half;
-    const Vector<T> other = load(is_first ? channel + half : channel - half);
+template <typename T>
+struct PairOf {};
+template <>
+struct PairOf<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+};
+template <>
+struct PairOf<__half> {
+  using Type = __half2;
+};
+
+// A column of the block table, and a sequence's rows of exact tokens.
+template <typename Config>
+struct Places {
+  using T = typename Config::T;
+  const AppendArguments& args;
+  const Growth& growth;
+  int head, seq_id;
+
+  __device__ __forceinline__ uint8_t* record(int column) const {
+    if (column >= args.block_table_columns) return nullptr;
+    const int page = args.block_table[growth.b * static_cast<int64_t>(args.block_table_stride) + column];
+    if (page < 0 || page >= args.num_pages) return nullptr;
+    return args.pages + (static_cast<int64_t>(page) * Config::kKVHeads + head) * Config::kRecordBytes;
+  }
+  __device__ __forceinline__ T* exact(int operand, int position) const {
+    const int row = position < args.sink_tokens ? position : args.sink_tokens + position % args.ring_tokens;
+    const int64_t which = (static_cast<int64_t>(seq_id) * Config::kKVHeads + head) * 2 + operand;
+    return static_cast<T*>(args.exact) + (which * (args.sink_tokens + args.ring_tokens) + row) * Config::kHeadDim;
+  }
+  __device__ __forceinline__ const T* source(int operand, int position) const {
+    if (Config::kExact && position < growth.before) return exact(operand, position);
+    const int64_t* const strides = operand ? args.v_strides : args.k_strides;
+    return static_cast<const T*>(operand ? args.v : args.k) + head * strides[1] +
+           (growth.first_row + position - growth.before) * strides[0];
+  }
+};
+
+// Turns new keys by the angles of their positions; products are not fused, as in the reference. Rows are those of
+// `tokens` tokens, at position_of(row).
+template <typename Config, typename Team, typename T, int kPitch, typename Position>
+__device__ __forceinline__ void turn(const AppendArguments& args, const Growth& growth, T (*rows)[kPitch], int tokens,
+                                     Position position_of) {
+  constexpr int kVector = Vector<T>::kSize;
+  const int half = args.rotary_dim / 2, pairs = (args.is_neox ? half : args.rotary_dim) / kVector;  // of a row
+  for (int i = Team::rank(); i < tokens * pairs; i += Team::kSize) {
+    const int row = i / pairs, channel = i % pairs * kVector, position = position_of(row);
+    if (position < growth.before || position >= args.positions) continue;
+    const float* const cos = args.cos_sin + static_cast<int64_t>(position) * args.rotary_dim;
+    auto& first = *reinterpret_cast<Vector<T>*>(&rows[row][channel]);
+    auto turned = [&](T own, T other, int angle, float sign) {
+      const float product = __fmul_rn(static_cast<float>(other), cos[half + angle]);
+      return static_cast<T>(__fadd_rn(__fmul_rn(static_cast<float>(own), cos[angle]), sign * product));
+    };
+    auto turn_pair = [&](T& x, T& y, int angle) {
+      const T own = x, other = y;
+      x = turned(own, other, angle, -1.f), y = turned(other, own, angle, 1.f);
+    };
+    if (args.is_neox) {
+      auto& second = *reinterpret_cast<Vector<T>*>(&rows[row][channel + half]);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i)
-      x.at[i] = turn(x.at[i], other.at[i], (is_first ? channel : channel - half) + i, is_first ? -1.f : 1.f);
-  } else {
+      for (int k = 0; k < kVector; ++k) turn_pair(first.at[k], second.at[k], channel + k);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kVector; i += 2) {
-      const float first = x.at[i], second = x.at[i + 1];
-      x.at[i] = turn(first, second, (channel + i) / 2, -1.f);
-      x.at[i + 1] = turn(second, first, (channel + i) / 2, 1.f);
+      for (int k = 0; k < kVector; k += 2) turn_pair(first.at[k], first.at[k + 1], (channel + k) / 2);
     }
   }
-  return x;
 }
 
-// K or V of a page's tokens [begin, end), from the ring and from new ones, quantised into a record.
-template <typename Config, bool kIsK>
-__device__ __forceinline__ void quantize(const AppendArguments& args, AppendMemory<Config>& smem, const Growth& growth,
-                                         int head, int first, int begin, int end, const void* ring, uint8_t* record) {
+// What a team has in shared memory, and how it works on it.
+template <typename Config, typename Team>
+struct Bench {
   using T = typename Config::T;
-  using O = Operand<Config, kIsK>;
-  constexpr int kHeadDim = Config::kHeadDim, kThreads = Config::kThreads;
-  constexpr int kVector = 16 / sizeof(T), kVectors = kHeadDim / kVector;
-  const int thread = threadIdx.x, tokens = end - begin;
-  auto value = [&](int token, int channel) { return static_cast<float>(smem.values[token][channel]); };
+  using Memory = AppendMemory<Config>;
+  static constexpr int kTokens = Team::kSize == 32 ? kPageSize * 32 / Config::kThreads : kPageSize;  // at a time
+  static constexpr int kVector = Vector<T>::kSize, kVectors = Config::kHeadDim / kVector;
+  const AppendArguments& args;
+  Memory& smem;
+  const Places<Config>& places;
+  int row0;  // the first of the team's
 
-  for (int i = thread; i < tokens * kVectors; i += kThreads) {
-    const int token = begin + i / kVectors, channel = i % kVectors * kVector, position = first + token;
-    auto& place = *reinterpret_cast<Vector<T>*>(&smem.values[token][channel]);
-    if (position < growth.before) {
-      const T* const row = static_cast<const T*>(ring) + position % args.ring_tokens * kHeadDim;
-      place = *reinterpret_cast<const Vector<T>*>(row + channel);
-    } else {
-      place = load_new<Config, kIsK>(args, growth, head, position, channel);
+  __device__ __forceinline__ Bench(const AppendArguments& args, Memory& smem, const Places<Config>& places)
+      : args(args), smem(smem), places(places), row0(threadIdx.x / Team::kSize * kTokens) {}
+
+  template <bool kIsK>
+  __device__ __forceinline__ auto& param(int place) const {
+    return smem.params[!kIsK][(Operand<Config, kIsK>::kChannelWise ? 0 : row0 * Operand<Config, kIsK>::kGroups) + place];
+  }
+
+  // Fetches tokens, at position_of(row).
+  template <typename Position>
+  __device__ __forceinline__ void load(int tokens, Position position_of) {
+    for (int i = Team::rank(); i < 2 * tokens * kVectors; i += Team::kSize) {
+      const int vector = i % kVectors, operand = i / kVectors % 2, row = i / (2 * kVectors);
+      cp_async_16(smem_address(&smem.values[operand][row0 + row][vector * kVector]),
+                  places.source(operand, position_of(row)) + vector * kVector);
+    }
+    cp_async_wait_all();
+    Team::sync();
+    if (args.cos_sin) {
+      turn<Config, Team>(args, places.growth, &smem.values[0][row0], tokens, position_of);
+      Team::sync();
     }
   }
-  __syncthreads();
 
-  // A row is what is clipped together: a token's channels, or a channel's tokens. Others stand in for missing tokens.
-  if constexpr (O::kKept > 0) {
-    constexpr int kValues = (O::kChannelWise ? kPageSize : kHeadDim) / kRowLanes;
-    const int rows = O::kChannelWise ? kHeadDim : tokens;
-    for (int base = 0; base < rows; base += kThreads / kRowLanes) {
-      const int row = min(base + thread / kRowLanes, rows - 1);
+  // Limits of rows: a row is what is clipped together, a token's channels or a channel's tokens. Others stand in for
+  // missing tokens. Rows of shared memory are tokens from `begin` on, of a page.
+  template <bool kIsK>
+  __device__ __forceinline__ void find_limits(int begin, int tokens) {
+    using O = Operand<Config, kIsK>;
+    constexpr int kKept = kIsK ? Config::kKKept : Config::kVKept;
+    constexpr int kValues = (O::kChannelWise ? kPageSize : Config::kHeadDim) / kRowLanes;
+    const int rows = O::kChannelWise ? Config::kHeadDim : tokens, rank = Team::rank();
+    for (int base = 0; base < rows; base += Team::kSize / kRowLanes) {
+      const int row = min(base + rank / kRowLanes, rows - 1);
       float magnitudes[kValues];
 #pragma unroll
       for (int j = 0; j < kValues; ++j) {
-        const int i = thread % kRowLanes + kRowLanes * j;
-        magnitudes[j] = fabsf(O::kChannelWise ? value(i < begin ? begin + i % tokens : i, row) : value(begin + row, i));
+        const int i = rank % kRowLanes + kRowLanes * j;
+        const T x = O::kChannelWise ? smem.values[!kIsK][(i < begin ? i : i - begin) % tokens][row]
+                                    : smem.values[!kIsK][row0 + row][i];
+        magnitudes[j] = fabsf(static_cast<float>(x));
       }
-      const float limit = limit_of<T>(O::kKept, magnitudes);
-      if (thread % kRowLanes == 0 && base + thread / kRowLanes < rows)
-        smem.limits[O::kChannelWise ? row : begin + row] = limit;
+      const float limit = limit_of<T>(kKept, magnitudes);
+      if (rank % kRowLanes == 0 && base + rank / kRowLanes < rows) smem.limits[!kIsK][row0 + row] = limit;
     }
-    __syncthreads();
   }
-  auto clip = [&](float x, int token, int channel) {
-    if (O::kKept > 0) {
-      const float limit = smem.limits[O::kChannelWise ? channel : token];
+
+  // A value as it is quantised. Rows count from the team's first.
+  template <bool kIsK>
+  __device__ __forceinline__ float prepare(T value, int row, int channel, bool counts_down) const {
+    float x = static_cast<float>(value);
+    if constexpr ((kIsK ? Config::kKKept : Config::kVKept) > 0) {
+      const float limit = smem.limits[!kIsK][Operand<Config, kIsK>::kChannelWise ? channel : row0 + row];
       x = fminf(fmaxf(x, -limit), limit);
     }
-    return O::counts_down(token) ? -x : x;
-  };
-  auto clipped = [&](int token, int channel) { return clip(value(token, channel), token, channel); };
+    return counts_down ? -x : x;
+  }
 
-  auto put_word = [&](int place, int index, float low, float high, bool counts_down) {
-    const uint32_t word = make_word<O>(low, high, counts_down);
-    smem.words[place] = word;
-    smem.inverses[place] = invert(0.5f * scale_of<O>(word));
-    reinterpret_cast<uint32_t*>(record + O::kParams)[index] = word | (counts_down ? 0x80000000u : 0u);
-  };
-  if constexpr (O::kChannelWise) {
-    for (int channel = thread; channel < kHeadDim; channel += kThreads) {
-      float low = clipped(begin, channel), high = low;
-      for (int token = begin + 1; token < end; ++token) {
-        const float x = clipped(token, channel);
-        low = fminf(low, x), high = fmaxf(high, x);
-      }
-      put_word(channel, kIsK ? channel : channel % 8 * (kHeadDim / 8) + channel / 8, low, high, false);
-    }
-  } else {
-    constexpr int kLanes = O::kGroupSize / kVector % 8 == 0 ? 8 : 4;  // of a group
-    const int total = tokens * O::kGroups * kLanes;
-    for (int base = 0; base < total; base += kThreads) {
-      const int i = min(base + thread, total - kLanes + thread % kLanes);  // past the end, the last group's again
-      const int place = begin * O::kGroups + i / kLanes, token = place / O::kGroups, group = place % O::kGroups;
-      float low = CUDART_INF_F, high = -CUDART_INF_F;
-#pragma unroll
-      for (int j = 0; j < O::kGroupSize; j += kLanes * kVector) {
-        const int channel = group * O::kGroupSize + j + i % kLanes * kVector;
-        const Vector<T> vector = *reinterpret_cast<const Vector<T>*>(&smem.values[token][channel]);
-#pragma unroll
-        for (int k = 0; k < kVector; ++k) {
-          const float x = clip(static_cast<float>(vector.at[k]), token, channel + k);
+  // Scales and offsets, into shared memory and the record.
+  template <bool kIsK>
+  __device__ __forceinline__ void find_params(int begin, int tokens, uint8_t* record) {
+    using O = Operand<Config, kIsK>;
+    const int rank = Team::rank();
+    auto put = [&](int place, int index, float low, float high, bool counts_down) {
+      const uint32_t word = make_word<O>(low, high, counts_down);
+      param<kIsK>(place) = {word, invert(0.5f * scale_of<O>(word))};
+      reinterpret_cast<uint32_t*>(record + O::kParams)[index] = word | (counts_down ? 0x80000000u : 0u);
+    };
+    if constexpr (O::kChannelWise) {
+      for (int channel = rank; channel < Config::kHeadDim; channel += Team::kSize) {
+        float low = CUDART_INF_F, high = -CUDART_INF_F;
+#pragma unroll 8
+        for (int row = 0; row < tokens; ++row) {
+          const float x = prepare<kIsK>(smem.values[!kIsK][row][channel], row, channel, false);
           low = fminf(low, x), high = fmaxf(high, x);
         }
+        put(channel, kIsK ? channel : channel % 8 * (Config::kHeadDim / 8) + channel / 8, low, high, false);
       }
+    } else {
+      constexpr bool kPairs = sizeof(T) == 2 && (kIsK ? Config::kKKept : Config::kVKept) == 0;
+      constexpr int kLanes = O::kGroupSize / kVector % 8 == 0 ? 8 : 4;  // of a group
+      const int total = tokens * O::kGroups * kLanes;
+      for (int base = 0; base < total; base += Team::kSize) {
+        const int i = min(base + rank, total - kLanes + rank % kLanes);  // past the end, the last group's again
+        const int place = i / kLanes, row = place / O::kGroups, group = place % O::kGroups, token = begin + row;
+        const bool counts_down = O::counts_down(token);
+        float low = CUDART_INF_F, high = -CUDART_INF_F;
+        auto vector_at = [&](int j) -> const Vector<T>& {
+          const int channel = group * O::kGroupSize + (j * kLanes + i % kLanes) * kVector;
+          return *reinterpret_cast<const Vector<T>*>(&smem.values[!kIsK][row0 + row][channel]);
+        };
+        constexpr int kCount = O::kGroupSize / (kLanes * kVector);
+        if constexpr (kPairs) {
+          using Pair = typename PairOf<T>::Type;
+          Pair lows, highs;
 #pragma unroll
-      for (int lanes = 1; lanes < kLanes; lanes *= 2) {
-        low = fminf(low, __shfl_xor_sync(kAllLanes, low, lanes));
-        high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, lanes));
+          for (int j = 0; j < kCount; ++j) {
+            const Vector<T> vector = vector_at(j);
+            const auto* const pairs = reinterpret_cast<const Pair*>(&vector);
+#pragma unroll
+            for (int k = 0; k < kVector / 2; ++k) {
+              const bool is_first = j == 0 && k == 0;
+              lows = is_first ? pairs[0] : __hmin2(lows, pairs[k]), highs = is_first ? pairs[0] : __hmax2(highs, pairs[k]);
+            }
+          }
+          low = fminf(static_cast<float>(lows.x), static_cast<float>(lows.y));
+          high = fmaxf(static_cast<float>(highs.x), static_cast<float>(highs.y));
+          if (counts_down) {
+            const float least = -high;
+            high = -low, low = least;
+          }
+        } else {
+#pragma unroll
+          for (int j = 0; j < kCount; ++j)
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) {
+              const float x = prepare<kIsK>(vector_at(j).at[k], row, 0, counts_down);
+              low = fminf(low, x), high = fmaxf(high, x);
+            }
+        }
+#pragma unroll
+        for (int lanes = 1; lanes < kLanes; lanes *= 2) {
+          low = fminf(low, __shfl_xor_sync(kAllLanes, low, lanes));
+          high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, lanes));
+        }
+        if (i % kLanes == 0 && base + rank < total)
+          put(place, group * kPageSize + token % 8 * 8 + token / 8, low, high, counts_down);
       }
-      if (i % kLanes == 0 && base + thread < total)
-        put_word(place, group * kPageSize + token % 8 * 8 + token / 8, low, high, O::counts_down(token));
     }
   }
-  __syncthreads();
 
-  auto coder = [&](int token, int channel) {
-    const int place = O::place(token, channel);
-    return Coder<O>(smem.words[place], smem.inverses[place], O::counts_down(token));
-  };
-  uint8_t* const codes = record + O::kCodes;
-  if constexpr (kIsK) {
+  template <bool kIsK>
+  __device__ __forceinline__ Coder coder(int row, int channel, bool counts_down) const {
+    using O = Operand<Config, kIsK>;
+    return Coder::of<O>(param<kIsK>(O::place(row, channel)), counts_down);
+  }
+
+  __device__ __forceinline__ void put_k_codes(int begin, int tokens, uint8_t* record) {
+    using O = Operand<Config, true>;
     // A word is one run of 8 channels in 4 bits; in 2 bits it is two, its even bytes and its odd ones.
-    constexpr int kRuns = kHeadDim / 32, kWords = kHeadDim * O::kBits / 32, kPaired = kRuns / 2;
-    for (int i = thread; i < tokens * kWords; i += kThreads) {
-      const int token = begin + i / kWords, w = i % kWords;
-      uint32_t word = 0;
+    constexpr int kRuns = Config::kHeadDim / 32, kWords = Config::kHeadDim * O::kBits / 32, kPaired = kRuns / 2;
+    constexpr uint32_t kOnes = O::kBits == 4 ? 0x11111111u : 0x55555555u;  // the least bit of each code
+    for (int i = Team::rank(); i < tokens * kWords; i += Team::kSize) {
+      const int row = i / kWords, w = i % kWords;
+      uint32_t word = 0u - kRound * kOnes;
 #pragma unroll
       for (int half = 0; half < (O::kBits == 2 ? 2 : 1); ++half) {
         int c, run;
@@ -329,38 +396,46 @@ __device__ __forceinline__ void quantize(const AppendArguments& args, AppendMemo
           c = 2 * (w - 4 * kPaired) + half, run = kRuns - 1;
         }
         const int channel = 32 * run + 8 * c;
-        const Coder<O> common = coder(token, channel);
+        const Coder common = coder<true>(row, channel, false);
 #pragma unroll
         for (int m = 0; m < 8; ++m) {
           const int bit = O::kBits == 4 ? 4 * m : 8 * half + 16 * (m / 4) + 2 * (m % 4);
           const Vector<T>& vector =
-              *reinterpret_cast<const Vector<T>*>(&smem.values[token][channel + m / kVector * kVector]);
-          const float x = clip(static_cast<float>(vector.at[m % kVector]), token, channel + m);
-          word += (O::kChannelWise ? coder(token, channel + m) : common)(x) << bit;
+              *reinterpret_cast<const Vector<T>*>(&smem.values[0][row0 + row][channel + m / kVector * kVector]);
+          const float x = prepare<true>(vector.at[m % kVector], row, channel + m, false);
+          word += (O::kChannelWise ? coder<true>(row, channel + m, false) : common)(x) << bit;
         }
       }
-      reinterpret_cast<uint32_t*>(codes)[token * kWords + w] = word;
+      reinterpret_cast<uint32_t*>(record + O::kCodes)[(begin + row) * kWords + w] = word;
     }
-  } else {
+  }
+
+  __device__ __forceinline__ void put_v_codes(int begin, int tokens, uint8_t* record) {
+    using O = Operand<Config, false>;
     // A word is channels 8 apart of four tokens of a block of 16.
-    constexpr int kFields = 8 / O::kBits, kWords = kHeadDim / (8 * kFields);
-    const int first_block = begin / 16, blocks = (end + 15) / 16 - first_block;
-    for (int i = thread; i < blocks * kWords * 32; i += kThreads) {
+    constexpr int kFields = 8 / O::kBits, kWords = Config::kHeadDim / (8 * kFields);
+    constexpr uint32_t kOnes = O::kBits == 4 ? 0x11u : 0x55u;
+    const int first_block = begin / 16, blocks = (begin + tokens + 15) / 16 - first_block;
+    for (int i = Team::rank(); i < blocks * kWords * 32; i += Team::kSize) {
       const int lane = i % 32, g = lane / 4, c = lane % 4, n = first_block * kWords + i / 32, w = n % kWords;
-      auto token_of = [&](int byte) { return n / kWords * 16 + 2 * c + byte / 2 + byte % 2 * 8; };
-      auto is_present = [&](int byte) { return begin <= token_of(byte) && token_of(byte) < end; };
+      auto row_of = [&](int byte) { return n / kWords * 16 + 2 * c + byte / 2 + byte % 2 * 8 - begin; };
+      auto is_present = [&](int byte) { return 0 <= row_of(byte) && row_of(byte) < tokens; };
       uint32_t word = 0;
 #pragma unroll
       for (int byte = 0; byte < 4; ++byte) {
         if (!is_present(byte)) continue;
-        const int token = token_of(byte), channel = 8 * kFields * w + g;
-        const Coder<O> common = coder(token, channel);
+        const int row = row_of(byte), channel = 8 * kFields * w + g;
+        const bool counts_down = O::counts_down(begin + row);
+        const Coder common = coder<false>(row, channel, counts_down);
+        uint32_t codes = 0u - kRound * kOnes;
 #pragma unroll
-        for (int f = 0; f < kFields; ++f)
-          word += (O::kChannelWise ? coder(token, channel + 8 * f) : common)(clipped(token, channel + 8 * f))
-                  << (8 * byte + O::kBits * f);
+        for (int f = 0; f < kFields; ++f) {
+          const float x = prepare<false>(smem.values[1][row0 + row][channel + 8 * f], row, channel + 8 * f, counts_down);
+          codes += (O::kChannelWise ? coder<false>(row, channel + 8 * f, counts_down) : common)(x) << (O::kBits * f);
+        }
+        word |= (codes & 0xffu) << (8 * byte);  // whatever is not finite stays its token's
       }
-      uint8_t* const target = codes + n / 4 * 512 + lane * 16 + n % 4 * 4;
+      uint8_t* const target = record + O::kCodes + n / 4 * 512 + lane * 16 + n % 4 * 4;
       if (is_present(0) && is_present(1) && is_present(2) && is_present(3)) {
         *reinterpret_cast<uint32_t*>(target) = word;
       } else {
@@ -370,56 +445,48 @@ __device__ __forceinline__ void quantize(const AppendArguments& args, AppendMemo
       }
     }
   }
-  __syncthreads();
-}
 
-// A column of the block table, and a sequence's rows of exact tokens.
-template <typename Config>
-struct Places {
-  const AppendArguments& args;
-  const Growth& growth;
-  int head, seq_id;
-
-  __device__ __forceinline__ uint8_t* record(int column) const {
-    if (column >= args.block_table_columns) return nullptr;
-    const int page = args.block_table[growth.b * static_cast<int64_t>(args.block_table_stride) + column];
-    if (page < 0 || page >= args.num_pages) return nullptr;
-    return args.pages + (static_cast<int64_t>(page) * Config::kKVHeads + head) * Config::kRecordBytes;
+  // Quantises the tokens at positions [begin, end), which are of one page.
+  __device__ __forceinline__ void quantize(int begin, int end) {
+    uint8_t* const record = places.record(begin / kPageSize);
+    if (!record) return;
+    const int first = begin % kPageSize, tokens = end - begin;
+    load(tokens, [&](int row) { return begin + row; });
+    if constexpr (Config::kKKept > 0) find_limits<true>(first, tokens);
+    if constexpr (Config::kVKept > 0) find_limits<false>(first, tokens);
+    if constexpr (Config::kKKept > 0 || Config::kVKept > 0) Team::sync();
+    find_params<true>(first, tokens, record);
+    find_params<false>(first, tokens, record);
+    Team::sync();
+    put_k_codes(first, tokens, record);
+    put_v_codes(first, tokens, record);
+    Team::sync();
   }
-  __device__ __forceinline__ typename Config::T* exact(int operand, int row) const {
-    const int rows = args.sink_tokens + args.ring_tokens;
-    const int64_t which = (static_cast<int64_t>(seq_id) * Config::kKVHeads + head) * 2 + operand;
-    return static_cast<typename Config::T*>(args.exact) + (which * rows + row) * Config::kHeadDim;
+
+  // Copies new tokens, at position_of(row), to their exact rows.
+  template <typename Position>
+  __device__ __forceinline__ void keep(int tokens, Position position_of) {
+    load(tokens, position_of);
+    for (int i = Team::rank(); i < 2 * tokens * kVectors; i += Team::kSize) {
+      const int vector = i % kVectors, operand = i / kVectors % 2, row = i / (2 * kVectors);
+      reinterpret_cast<Vector<T>*>(places.exact(operand, position_of(row)))[vector] =
+          *reinterpret_cast<const Vector<T>*>(&smem.values[operand][row0 + row][vector * kVector]);
+    }
+    Team::sync();
   }
 };
 
-// The tokens of one page that leave, from `begin` on.
-template <typename Config>
-__device__ __forceinline__ void quantize_page(const AppendArguments& args, AppendMemory<Config>& smem,
-                                              const Places<Config>& places, int column, int begin) {
-  uint8_t* const record = places.record(column);
-  if (!record) return;
-  const int first = column * kPageSize, from = max(begin - first, 0);
-  const int to = min(places.growth.border - first, kPageSize);
-  const void *k_ring = nullptr, *v_ring = nullptr;
-  if (Config::kExact) k_ring = places.exact(0, args.sink_tokens), v_ring = places.exact(1, args.sink_tokens);
-  quantize<Config, true>(args, smem, places.growth, places.head, first, from, to, k_ring, record);
-  quantize<Config, false>(args, smem, places.growth, places.head, first, from, to, v_ring, record);
-}
+template <typename Config, typename Team>
+__device__ __forceinline__ void append(const AppendArguments& args, AppendMemory<Config>& smem) {
+  constexpr int kTokens = Bench<Config, Team>::kTokens, kTeams = Config::kThreads / Team::kSize;
+  const int owners = Config::kExact ? args.batch : 0;  // units of sequences' exact tokens, before those of new blocks
+  const int work = blockIdx.x * kTeams + threadIdx.x / Team::kSize, head = work % Config::kKVHeads;
+  const int unit = work / Config::kKVHeads;
+  if (unit >= owners + args.blocks) return;
 
-template <typename Config>
-__device__ __forceinline__ void append(const AppendArguments& args) {
-  extern __shared__ __align__(128) uint8_t memory[];
-  auto& smem = *reinterpret_cast<AppendMemory<Config>*>(memory);
-  static_assert(sizeof(smem) == Config::kSharedBytes, "what the host asks for");
-  using T = typename Config::T;
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
-  const int head = blockIdx.x % Config::kKVHeads, cta = blockIdx.x / Config::kKVHeads;
-
-  // Pages that the ring may have tokens of are left to the sequence's own CTA.
-  const bool is_own = Config::kExact && cta >= args.page_ctas;
-  const int b = is_own ? cta - args.page_ctas : sequence_of(args, cta);
+  // Blocks that the ring may have tokens of are left to the sequence's own team.
+  const bool is_own = unit < owners;
+  const int b = is_own ? unit : last_begun(args.batch, unit - owners, [&](int b) { return first_block<kTokens>(args, b); });
   Growth growth = Growth::of(args, b);
   if (growth.after <= growth.before || growth.before < 0) return;  // perhaps padding: the sequence is left as it is
   int seq_id = 0, begin = growth.before;
@@ -430,42 +497,58 @@ __device__ __forceinline__ void append(const AppendArguments& args) {
   }
   growth.move_border<Config>(args, begin);
   begin = max(begin, args.sink_tokens);
-  const int own_stop = (growth.before + kPageSize - 1) / kPageSize;  // of the columns of the sequence's own CTA
-  int column = begin / kPageSize, stop = own_stop;
+  int stop = (growth.before + kTokens - 1) / kTokens * kTokens;  // positions from here on are in blocks of new tokens
   if (!is_own) {
-    const int which = cta - first_page_cta(args, b);
+    const int which = unit - owners - first_block<kTokens>(args, b);
     if (which < 0) return;  // cu_seqlens does not begin with 0
-    column = (Config::kExact ? max(column, own_stop) : column) + which;
-    stop = column + 1;
+    const int block = (Config::kExact ? max(begin / kTokens, stop / kTokens) : begin / kTokens) + which;
+    begin = max(begin, block * kTokens), stop = (block + 1) * kTokens;
   }
+  stop = min(stop, growth.border);
   const Places<Config> places = {args, growth, head, seq_id};
-  if (begin < growth.border)
+  Bench<Config, Team> bench(args, smem, places);
 #pragma unroll 1
-    for (; column < stop && column * kPageSize < growth.border; ++column)
-      quantize_page<Config>(args, smem, places, column, begin);
+  while (begin < stop) {
+    const int end = min((begin / kTokens + 1) * kTokens, stop);
+    bench.quantize(begin, end);
+    begin = end;
+  }
 
   if (Config::kExact && is_own) {
     // New tokens that stay: sinks, and those after the border.
-    constexpr int kVectors = Config::kHeadDim * sizeof(T) / 16;
     const int sinks_end = max(min(args.sink_tokens, growth.after), growth.before);  // of new sinks
     const int kept = max(max(growth.border, sinks_end), growth.before);             // first of the ring's new ones
     const int sinks = sinks_end - growth.before, stay = sinks + growth.after - kept;
-    for (int i = threadIdx.x; i < 2 * stay * kVectors; i += Config::kThreads) {
-      const int vector = i % kVectors, operand = i / kVectors % 2, which = i / (2 * kVectors);
-      const int position = which < sinks ? growth.before + which : kept + which - sinks;
-      const int row = position < args.sink_tokens ? position : args.sink_tokens + position % args.ring_tokens;
-      const int channel = vector * (16 / sizeof(T));
-      *reinterpret_cast<Vector<T>*>(places.exact(operand, row) + channel) =
-          operand ? load_new<Config, false>(args, growth, head, position, channel)
-                  : load_new<Config, true>(args, growth, head, position, channel);
-    }
+#pragma unroll 1
+    for (int first = 0; first < stay; first += kTokens)
+      bench.keep(min(stay - first, kTokens), [&](int row) {
+        const int which = first + row;
+        return which < sinks ? growth.before + which : kept + which - sinks;
+      });
     // The last head to have read the lengths writes them; all threads of this one have, behind the barrier.
-    __syncthreads();
-    if (threadIdx.x == 0 && atomicAdd(args.arrivals + b, 1u) + 2 == Config::kKVHeads) {
+    Team::sync();
+    if (Team::rank() == 0 && atomicAdd(args.arrivals + b, 1u) + 2 == Config::kKVHeads) {
       args.lengths[2 * seq_id] = growth.border, args.lengths[2 * seq_id + 1] = growth.after;
       args.arrivals[b] = ~0u;
     }
   }
+}
+
+template <typename Config>
+__device__ __forceinline__ void append(const AppendArguments& args) {
+  extern __shared__ __align__(128) uint8_t memory[];
+  auto& smem = *reinterpret_cast<AppendMemory<Config>*>(memory);
+  static_assert(sizeof(smem) == Config::kSharedBytes, "what the host asks for");
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  // Channel-wise, blocks are pages.
+  if constexpr (!Config::kKChannelWise && !Config::kVChannelWise) {
+    if (args.by_warps) {
+      append<Config, Team<32>>(args, smem);
+      return;
+    }
+  }
+  append<Config, Team<Config::kThreads>>(args, smem);
 }
 
 }  // namespace foscar

@@ -223,7 +223,7 @@ __device__ __forceinline__ void decode(const DecodeArguments& args) {
         const uint32_t head = static_cast<uint32_t>(unit.segment) % Config::kKVHeads;
         const uint64_t record = static_cast<uint32_t>(unit.page) * Config::kKVHeads + head;
         cp_async_bulk(smem_address(smem.stages[warp][stage]), args.pages + record * Config::kRecordBytes,
-                      Config::kRecordBytes, barrier);
+                      Config::kRecordBytes, barrier, kEvictFirst);
       }
     }
   };

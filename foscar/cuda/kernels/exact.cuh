@@ -34,7 +34,7 @@ __device__ __forceinline__ void fetch_exact(const DecodeArguments& args, const U
   const int64_t rows = (seq_id * Config::kKVHeads + head) * 2 + lane / kExactBlock;
   const auto* const source =
       static_cast<const uint8_t*>(args.exact) + (rows * (args.sink_tokens + args.ring_tokens) + row) * E::kRowBytes;
-  cp_async_bulk(smem_address(stage + lane * E::kPitch), source, E::kRowBytes, barrier);
+  cp_async_bulk(smem_address(stage + lane * E::kPitch), source, E::kRowBytes, barrier, kEvictFirst);
 }
 
 template <typename Config>
@@ -71,7 +71,7 @@ __device__ __forceinline__ void attend_exact(const DecodeArguments& args, const 
 #pragma unroll
   for (int col = 0; col < 2; ++col) {
     s[col] = (products[0][col] + products[1][col]) * (args.sm_scale * kLog2e);
-    if (args.softcap > 0.f) s[col] = soft_cap(args, s[col]);
+    if (args.softcap > 0.f) s[col] = soft_cap(args.softcap, s[col]);
     s[col] -= state.max[col];
     if (is_hidden<Config>(args, visible, 2 * c + col, block.position + g, block.position, block.position + block.count))
       s[col] = -CUDART_INF_F;

@@ -116,14 +116,6 @@ struct State {
   }
 };
 
-__device__ __forceinline__ float soft_cap(const DecodeArguments& args, float score) {
-  const float cap = args.softcap * kLog2e, y = __fdividef(score, cap), square = y * y;
-  // tanh(y) = 1 - 2 / (1 + e^2y): exact at both ends, where e^2y is 0 or infinite. Where y is small, as far as the
-  // fifth power: a difference from 1 would lose it.
-  const float tanh = 1.f - __fdividef(2.f, 1.f + ex2(2.f * kLog2e * y));
-  return fabsf(y) < 0.05f ? score * fmaf(square, fmaf(square, 2.f / 15.f, -1.f / 3.f), 1.f) : cap * tanh;
-}
-
 // Whether the row in a column does not see a key, or the key is not one of [begin, end).
 template <typename Config>
 __device__ __forceinline__ bool is_hidden(const DecodeArguments& args, const Visible& visible, int column, int key,
@@ -303,7 +295,7 @@ __device__ __forceinline__ bool attend_pass(const DecodeArguments& args, const u
 #pragma unroll
     for (int i = 0; i < kTokens; ++i)
 #pragma unroll
-      for (int col = 0; col < 2; ++col) s[i][col] = soft_cap(args, s[i][col]) - state.max[col];
+      for (int col = 0; col < 2; ++col) s[i][col] = soft_cap(args.softcap, s[i][col]) - state.max[col];
   }
   if (masked) {  // whatever the score of a token that is not seen, NaN for instance, it is replaced here
     const Visible visible = visible_keys<Config>(args, unit.segment / Config::kKVHeads);

@@ -10,8 +10,8 @@ using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
 using int64_t = long long;
 
-// What createpolicy.fractional.L2::evict_first makes of a fraction of 1.
-constexpr uint64_t kEvictFirst = 0x12f0000000000000ull;
+// What createpolicy.fractional makes of L2::evict_first and L2::evict_normal, and a fraction of 1.
+constexpr uint64_t kEvictFirst = 0x12f0000000000000ull, kEvictNormal = 0x1000000000000000ull;
 
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -77,19 +77,24 @@ __device__ __forceinline__ void st_relaxed(float4* destination, const float4& va
                : "memory");
 }
 
-// Data Movement and Conversion Instructions: cp.async.bulk, of bytes that are not read again: they leave L2 first
+// Data Movement and Conversion Instructions: cp.async.bulk; bytes that are not read again had better leave L2 first
 __device__ __forceinline__ void cp_async_bulk(uint32_t destination, const void* source, uint32_t bytes,
-                                              uint32_t barrier) {
+                                              uint32_t barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
           "r"(destination),
-      "l"(source), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
 
 // Data Movement and Conversion Instructions: cp.async, of 4 bytes
 __device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
+}
+
+// Data Movement and Conversion Instructions: cp.async, of 16 bytes, not through L1
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }
 
 // Data Movement and Conversion Instructions: cp.async.wait_all

@@ -17,21 +17,6 @@ struct Codes {
   static __device__ __forceinline__ constexpr float inverse_weight(int f) { return 1.f / weight(f); }
 };
 
-// Reads N words that are aligned to 16 bytes, to 8 or to 4, if N is a multiple of 4, of 2 or of none.
-template <int N>
-__device__ __forceinline__ void load_words(uint32_t (&words)[N], const uint8_t* source) {
-#pragma unroll
-  for (int i = 0; i < N; i += N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1) {
-    if constexpr (N % 4 == 0) {
-      *reinterpret_cast<uint4*>(words + i) = *reinterpret_cast<const uint4*>(source + 4 * i);
-    } else if constexpr (N % 2 == 0) {
-      *reinterpret_cast<uint2*>(words + i) = *reinterpret_cast<const uint2*>(source + 4 * i);
-    } else {
-      words[i] = *reinterpret_cast<const uint32_t*>(source + 4 * i);
-    }
-  }
-}
-
 // K's codes as unsigned bytes: operand n is field n of all four bytes of a word, times weight(n). A weight takes bits
 // from the integers that it is multiplied by, and spares a shift.
 template <int kBits, bool kWeights>

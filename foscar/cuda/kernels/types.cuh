@@ -90,4 +90,43 @@ __device__ __forceinline__ float2 unpack(uint32_t bits) {
   return {static_cast<float>(pair[0]), static_cast<float>(pair[1])};
 }
 
+// Reads N words that are aligned to 16 bytes, to 8 or to 4, if N is a multiple of 4, of 2 or of none.
+template <int N>
+__device__ __forceinline__ void load_words(uint32_t (&words)[N], const uint8_t* source) {
+#pragma unroll
+  for (int i = 0; i < N; i += N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1) {
+    if constexpr (N % 4 == 0) {
+      *reinterpret_cast<uint4*>(words + i) = *reinterpret_cast<const uint4*>(source + 4 * i);
+    } else if constexpr (N % 2 == 0) {
+      *reinterpret_cast<uint2*>(words + i) = *reinterpret_cast<const uint2*>(source + 4 * i);
+    } else {
+      words[i] = *reinterpret_cast<const uint32_t*>(source + 4 * i);
+    }
+  }
+}
+
+// A score, in powers of two, between -softcap and softcap.
+__device__ __forceinline__ float soft_cap(float softcap, float score) {
+  const float cap = softcap * kLog2e, y = __fdividef(score, cap), square = y * y;
+  // tanh(y) = 1 - 2 / (1 + e^2y): exact at both ends, where e^2y is 0 or infinite. Where y is small, as far as the
+  // fifth power: a difference from 1 would lose it.
+  const float tanh = 1.f - __fdividef(2.f, 1.f + ex2(2.f * kLog2e * y));
+  return fabsf(y) < 0.05f ? score * fmaf(square, fmaf(square, 2.f / 15.f, -1.f / 3.f), 1.f) : cap * tanh;
+}
+
+// The last of `count` sequences whose first CTA is not after this one. Theirs never come before those of the ones before.
+template <typename FirstCta>
+__device__ __forceinline__ int last_begun(int count, int cta, FirstCta first_cta) {
+  const int lane = threadIdx.x % 32;
+  int first = 0;  // it is one of `count` from here on
+  while (count > 1) {
+    const int step = (count + 31) / 32;
+    const bool begins = lane * step < count && first_cta(first + lane * step) <= cta;
+    const int which = 31 - __clz(__ballot_sync(kAllLanes, begins) | 1);
+    first += which * step;
+    count = min(step, count - which * step);
+  }
+  return first;
+}
+
 }  // namespace foscar
