@@ -137,7 +137,7 @@ def _extend_attention_cuda(
 
         attend = extend.extend_attention
         if may_wait():
-            attention.read_bounds(cu_seqlens, "q", q.shape[0])
+            cache.read_bounds(cu_seqlens, "q", q.shape[0])
             attention.read_tables(pages, lengths, block_table, seq_lens, seq_ids, spec, 0, window_left)
     with torch.cuda.device(q.device):
         attend(q, k, v, pages, exact, lengths, block_table, seq_lens, cu_seqlens, seq_ids, *rest)

@@ -174,9 +174,10 @@ def extend_attention(
         lses = torch.empty(splits, *q.shape[:-1], dtype=torch.float32, device=q.device)
     elif aligned_rows(out) is not out:
         outs = torch.empty_like(out, memory_format=torch.contiguous_format)
+    q, k, v = aligned_rows(q), aligned_rows(k), aligned_rows(v)
     tables = (block_table, seq_lens, cu_seqlens, seq_ids, sinks)
-    tensors = (*map(aligned_rows, (q, k, v)), pages, exact, lengths, *tables, outs, lses)
-    arguments, ctas = launch_arguments(config, splits, *tensors, sm_scale, softcap, window_left)
+    options = (sm_scale, softcap, window_left)
+    arguments, ctas = launch_arguments(config, splits, q, k, v, pages, exact, lengths, *tables, outs, lses, *options)
     kernel(arguments, ctas, torch.cuda.current_stream(device).cuda_stream)
     if splits > 1:
         outs, merged = merge_states(outs.unbind(), lses.unbind())

@@ -245,7 +245,8 @@ struct Bench {
 
   template <bool kIsK>
   __device__ __forceinline__ auto& param(int place) const {
-    return smem.params[!kIsK][(Operand<Config, kIsK>::kChannelWise ? 0 : row0 * Operand<Config, kIsK>::kGroups) + place];
+    return smem
+        .params[!kIsK][(Operand<Config, kIsK>::kChannelWise ? 0 : row0 * Operand<Config, kIsK>::kGroups) + place];
   }
 
   // Fetches tokens, at position_of(row).
@@ -342,7 +343,8 @@ struct Bench {
 #pragma unroll
             for (int k = 0; k < kVector / 2; ++k) {
               const bool is_first = j == 0 && k == 0;
-              lows = is_first ? pairs[0] : __hmin2(lows, pairs[k]), highs = is_first ? pairs[0] : __hmax2(highs, pairs[k]);
+              lows = is_first ? pairs[0] : __hmin2(lows, pairs[k]),
+              highs = is_first ? pairs[0] : __hmax2(highs, pairs[k]);
             }
           }
           low = fminf(static_cast<float>(lows.x), static_cast<float>(lows.y));
@@ -430,7 +432,8 @@ struct Bench {
         uint32_t codes = 0u - kRound * kOnes;
 #pragma unroll
         for (int f = 0; f < kFields; ++f) {
-          const float x = prepare<false>(smem.values[1][row0 + row][channel + 8 * f], row, channel + 8 * f, counts_down);
+          const float x =
+              prepare<false>(smem.values[1][row0 + row][channel + 8 * f], row, channel + 8 * f, counts_down);
           codes += (O::kChannelWise ? coder<false>(row, channel + 8 * f, counts_down) : common)(x) << (O::kBits * f);
         }
         word |= (codes & 0xffu) << (8 * byte);  // whatever is not finite stays its token's
@@ -486,7 +489,8 @@ __device__ __forceinline__ void append(const AppendArguments& args, AppendMemory
 
   // Blocks that the ring may have tokens of are left to the sequence's own team.
   const bool is_own = unit < owners;
-  const int b = is_own ? unit : last_begun(args.batch, unit - owners, [&](int b) { return first_block<kTokens>(args, b); });
+  const int b =
+      is_own ? unit : last_begun(args.batch, unit - owners, [&](int b) { return first_block<kTokens>(args, b); });
   Growth growth = Growth::of(args, b);
   if (growth.after <= growth.before || growth.before < 0) return;  // perhaps padding: the sequence is left as it is
   int seq_id = 0, begin = growth.before;

@@ -43,16 +43,16 @@ struct alignas(128) ExtendMemory {
   static constexpr int kTileRows = 16 * Config::kRowTiles * Config::kWarps;
   uint8_t record[Config::kRecordBytes];  // of the page that comes next
   uint4 k[8][kRuns][32];                 // [i][r]: of key 8 i + g, channels 32 r + 8 c to 32 r + 8 c + 7
-  uint4 v[4][kPairs][32];                // [j][n]: of channels 16 n + g and 16 n + 8 + g, keys 16 j + 2 c + {0, 1, 8, 9}
-  uint4 q[kTileRows / 8][kRuns][32];     // as k
-  uint64_t barrier;                      // of the record
+  uint4 v[4][kPairs][32];             // [j][n]: of channels 16 n + g and 16 n + 8 + g, keys 16 j + 2 c + {0, 1, 8, 9}
+  uint4 q[kTileRows / 8][kRuns][32];  // as k
+  uint64_t barrier;                   // of the record
 };
 
 // One sequence's part of a call. Ends of ranges are exclusive.
 struct Extension {
-  int b, first_row;          // of q, k and v
-  int cached, end;           // tokens: those in the cache, and all
-  int pages_begin, ring;     // positions of the first token in pages, and of the first after them
+  int b, first_row;       // of q, k and v
+  int cached, end;        // tokens: those in the cache, and all
+  int pages_begin, ring;  // positions of the first token in pages, and of the first after them
   int64_t seq_id;
 
   __device__ __forceinline__ static int row_of(const ExtendArguments& args, int b) {
@@ -407,8 +407,7 @@ __device__ __forceinline__ void extend(const ExtendArguments& args) {
   for (int i = threadIdx.x; i < kTileRows * kVectors; i += 32 * Config::kWarps) {
     const int row = i / kVectors, vector = i % kVectors;
     uint4& place = smem.q[row / 8][vector / 4][row % 8 * 4 + vector % 4];
-    place = first_row + row < rows ? reinterpret_cast<const uint4*>(q_row(first_row + row))[vector]
-                                   : uint4{0, 0, 0, 0};
+    place = first_row + row < rows ? reinterpret_cast<const uint4*>(q_row(first_row + row))[vector] : uint4{0, 0, 0, 0};
   }
   const int own_row = first_row + warp * 16 * kTiles;  // the first of the warp's
   Rows<Config> state;

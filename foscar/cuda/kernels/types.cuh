@@ -114,7 +114,8 @@ __device__ __forceinline__ float soft_cap(float softcap, float score) {
   return fabsf(y) < 0.05f ? score * fmaf(square, fmaf(square, 2.f / 15.f, -1.f / 3.f), 1.f) : cap * tanh;
 }
 
-// The last of `count` sequences whose first CTA is not after this one. Theirs never come before those of the ones before.
+// The last of `count` sequences whose first CTA is not after this one. Theirs never come before those of the ones
+// before.
 template <typename FirstCta>
 __device__ __forceinline__ int last_begun(int count, int cta, FirstCta first_cta) {
   const int lane = threadIdx.x % 32;
