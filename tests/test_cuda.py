@@ -24,6 +24,7 @@ from foscar.cuda.config import (
     WARP_PART_FLOATS,
     AppendConfig,
     DecodeConfig,
+    ExtendConfig,
     unsupported,
 )
 from foscar.layout import HEAD_DIMS
@@ -111,6 +112,25 @@ def test_append_variants_have_room_for_many_ctas(dtype: torch.dtype, arch: str) 
                 pytest.skip(str(error))
             assert stack == 0 and registers * config.threads * config.ctas <= 65536
             assert "FRND" not in sass  # a conversion is four times slower than the additions that round
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_variants_that_extend_multiply_on_tensor_cores(head_dim: int, dtype: torch.dtype, arch: str) -> None:
+    quants = quant_specs(head_dim)
+    for i, (k, v) in enumerate(zip(quants[::2], quants[1::2] + quants[:1], strict=False)):
+        config = ExtendConfig(foscar.CacheSpec(k, v, 8, head_dim, sink_tokens=i % 2), dtype)
+        try:
+            registers, stack, sass = inspect.disassemble(config, arch)
+        except inspect.ToolMissingError as error:
+            pytest.skip(str(error))
+        assert registers * config.threads * config.ctas <= 65536
+        assert stack <= 128  # of what is not used in each product
+        assert config.ctas * (config.shared_bytes + 1024) <= 228 * 1024
+        # 16 x 8 x 16 each, of 64 keys.
+        assert sass.count("HMMA.16816") == 2 * config.row_tiles * 8 * head_dim // 16
+        assert ("HMMA.16816.F32.BF16" in sass) == (dtype == torch.bfloat16)
 
 
 def test_16_bit_variants_differ_in_their_type_alone() -> None:

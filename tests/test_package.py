@@ -20,7 +20,7 @@ LAYERS = [
     ["reference.quant", "reference.records", "reference.rope", "reference.cache", "reference.attention"],
     ["cuda.config", "cuda.compiler"],
     ["cuda.launch"],
-    ["cuda.append", "cuda.decode", "cuda.inspect", "cuda.read"],
+    ["cuda.append", "cuda.decode", "cuda.extend", "cuda.inspect", "cuda.read"],
     ["ops"],
     ["cache"],
     ["attention", "sequences"],

@@ -300,6 +300,26 @@ struct Rows {
         }
       }
     }
+    // Conditions that a warp shares stand around whole loops: what is not asked for takes no instructions.
+    const float factor = args.sm_scale * kLog2e;
+    if (args.softcap > 0.f) {
+#pragma unroll
+      for (int n = 0; n < kTiles * 32; ++n) {
+        float& score = s[n / 32][n / 4 % 8][n % 4];
+        score = soft_cap(args.softcap, score * factor);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kTiles * 32; ++n) s[n / 32][n / 4 % 8][n % 4] *= factor;
+    }
+    if (masked) {  // whatever the score of a key that is not seen, it is replaced here
+#pragma unroll
+      for (int n = 0; n < kTiles * 32; ++n) {
+        const int e = n % 4, key = first_key + 8 * (n / 4 % 8) + 2 * c + e % 2, last = position[n / 32][e / 2];
+        if (key > last || (args.window_left >= 0 && key < last - args.window_left))
+          s[n / 32][n / 4 % 8][e] = -CUDART_INF_F;
+      }
+    }
     uint32_t p[kTiles][8][2];
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
@@ -307,16 +327,7 @@ struct Rows {
 #pragma unroll
       for (int i = 0; i < 8; ++i)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& score = s[m][i][e];
-          score *= args.sm_scale * kLog2e;
-          if (args.softcap > 0.f) score = soft_cap(args.softcap, score);
-          if (masked) {  // whatever the score of a key that is not seen, it is replaced here
-            const int key = first_key + 8 * i + 2 * c + e % 2, last = position[m][e / 2];
-            if (key > last || (args.window_left >= 0 && key < last - args.window_left)) score = -CUDART_INF_F;
-          }
-          top[e / 2] = fmaxf(top[e / 2], score);
-        }
+        for (int e = 0; e < 4; ++e) top[e / 2] = fmaxf(top[e / 2], s[m][i][e]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
