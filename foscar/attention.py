@@ -245,7 +245,7 @@ def extend_attention(
         Where to write the output: the shape, dtype and device of q, any strides.
     block_tokens : int
         Cached or new tokens to look at together, a multiple of 64: memory grows with it, not with the length of
-        sequences.
+        sequences. The kernel for Hopper looks at 64, whatever it is.
 
     Returns
     -------
@@ -257,7 +257,8 @@ def extend_attention(
     Raises
     ------
     ValueError
-        If an argument does not fit, or a value: lengths and page ids. Nothing is written then.
+        If an argument does not fit, or a value: lengths and page ids. Nothing is written then. The kernel for Hopper
+        looks at values with ``FOSCAR_DEBUG=1`` only, but reads nothing outside of the cache whatever they are.
 
     Examples
     --------
