@@ -80,6 +80,11 @@ def _why_no_kernel(spec: CacheSpec, dtype: torch.dtype, device: torch.device) ->
     return reason
 
 
+def _has_kernel(q: torch.Tensor, exact: torch.Tensor, spec: CacheSpec) -> bool:
+    """Whether a kernel attends, for which exact tokens must have the query's dtype."""
+    return _why_no_kernel(spec, q.dtype, q.device) is None and (q.dtype == exact.dtype or not spec.exact_tokens)
+
+
 def _decode_attention_cuda(
     q: torch.Tensor,
     pages: torch.Tensor,
@@ -95,7 +100,7 @@ def _decode_attention_cuda(
     *options: Any,
 ) -> None:
     attend = attention.decode_attention
-    if _why_no_kernel(spec, q.dtype, q.device) is None and (q.dtype == exact.dtype or not spec.exact_tokens):
+    if _has_kernel(q, exact, spec):
         from foscar.cuda import decode
 
         attend = decode.decode_attention
@@ -118,21 +123,11 @@ def _append_cuda(pages: torch.Tensor, exact: torch.Tensor, lengths: torch.Tensor
 
 
 def _extend_attention_cuda(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pages: torch.Tensor,
-    exact: torch.Tensor,
-    lengths: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    seq_ids: torch.Tensor | None,
-    *rest: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, exact: torch.Tensor, *rest: Any
 ) -> None:
-    *_, spec, _, _, window_left, _ = rest
+    lengths, block_table, seq_lens, cu_seqlens, seq_ids, *_, spec, _, _, window_left, _ = rest
     attend = attention.extend_attention
-    if _why_no_kernel(spec, q.dtype, q.device) is None and (q.dtype == exact.dtype or not spec.exact_tokens):
+    if _has_kernel(q, exact, spec):
         from foscar.cuda import extend
 
         attend = extend.extend_attention
@@ -140,7 +135,7 @@ def _extend_attention_cuda(
             cache.read_bounds(cu_seqlens, "q", q.shape[0])
             attention.read_tables(pages, lengths, block_table, seq_lens, seq_ids, spec, 0, window_left)
     with torch.cuda.device(q.device):
-        attend(q, k, v, pages, exact, lengths, block_table, seq_lens, cu_seqlens, seq_ids, *rest)
+        attend(q, k, v, pages, exact, *rest)
 
 
 torch.library.impl("foscar::append", "cpu", _with_spec(cache.append))

@@ -100,11 +100,8 @@ class DecodeConfig:
     @property
     def name(self) -> str:
         """What the variant is called in tables and logs."""
-        kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
         rows = MAX_ROWS // 2 if self.halves else MAX_ROWS
-        exact = "_exact" if self.spec.exact_tokens else ""
-        small = "_small" if self.small else ""
-        return f"decode_k{self.spec.k}_v{self.spec.v}_d{self.spec.head_dim}_r{rows}{exact}{small}_{kind}"
+        return _name("decode", self.spec, self.dtype, f"_r{rows}", "_small" if self.small else "")
 
     @property
     def ctas(self) -> int:
@@ -161,9 +158,7 @@ class AppendConfig:
     @property
     def name(self) -> str:
         """What the variant is called in tables and logs."""
-        kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.dtype]
-        exact = "_exact" if self.spec.exact_tokens else ""
-        return f"append_k{self.spec.k}_v{self.spec.v}_d{self.spec.head_dim}{exact}_{kind}"
+        return _name("append", self.spec, self.dtype)
 
     def block_tokens(self, by_warps: bool) -> int:
         """Tokens that a team takes at a time, a warp or a CTA: blocks of channel-wise operands are pages."""
@@ -203,14 +198,12 @@ class ExtendConfig:
     spec: CacheSpec
     dtype: torch.dtype
     warps = 4
-    threads = 128
+    threads = 32 * warps
 
     @property
     def name(self) -> str:
         """What the variant is called in tables and logs."""
-        kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
-        exact = "_exact" if self.spec.exact_tokens else ""
-        return f"extend_k{self.spec.k}_v{self.spec.v}_d{self.spec.head_dim}{exact}_{kind}"
+        return _name("extend", self.spec, self.dtype)
 
     @property
     def row_tiles(self) -> int:
@@ -241,6 +234,15 @@ class ExtendConfig:
             "kBf16": self.dtype == torch.bfloat16,
         }
         return _source("extend", self.spec, self.dtype, constants, f"{self.threads}, {self.ctas}")
+
+
+KernelConfig = AppendConfig | DecodeConfig | ExtendConfig
+
+
+def _name(kernel: str, spec: CacheSpec, dtype: torch.dtype, rows: str = "", small: str = "") -> str:
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    exact = "_exact" if spec.exact_tokens else ""
+    return f"{kernel}_k{spec.k}_v{spec.v}_d{spec.head_dim}{rows}{exact}{small}_{kind}"
 
 
 def _kept(quant: QuantSpec, head_dim: int) -> int:

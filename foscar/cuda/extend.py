@@ -9,7 +9,7 @@ import torch
 
 from foscar._checks import require
 from foscar.cuda.config import LONGEST_WINDOW, ExtendConfig
-from foscar.cuda.launch import aligned_rows, load
+from foscar.cuda.launch import aligned_rows, has_aligned_rows, load
 from foscar.layout import CacheSpec
 from foscar.merge import merge_states
 
@@ -56,14 +56,16 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def tiles_of(config: ExtendConfig, tokens: int, group: int, batch: int) -> int:
+def tiles_of(config: ExtendConfig, q: torch.Tensor, batch: int) -> int:
     """Return how many tiles of query rows a KV head has, at most: `first_tile` in extend.cuh, of the sequences' end."""
-    return tokens * group // config.tile_rows + batch
+    return q.shape[0] * (q.shape[1] // config.spec.num_kv_heads) // config.tile_rows + batch
 
 
-def splits_of(config: ExtendConfig, tiles: int, columns: int, sms: int) -> int:
+def splits_of(config: ExtendConfig, q: torch.Tensor, block_table: torch.Tensor, sms: int) -> int:
     """Return into how many parts keys are split, so that few tiles occupy all SMs."""
-    return max(min(config.ctas * sms // (tiles * config.spec.num_kv_heads), columns // _LEAST_COLUMNS), 1)
+    batch, columns = block_table.shape
+    tiles = tiles_of(config, q, batch) * config.spec.num_kv_heads
+    return max(min(config.ctas * sms // tiles, columns // _LEAST_COLUMNS), 1)
 
 
 def launch_arguments(
@@ -91,8 +93,10 @@ def launch_arguments(
     Rows of q, k and v are contiguous, and aligned to 16 bytes. If there are splits, `out` and `lse` have one more
     dimension, the first.
     """
-    spec, batch, group = config.spec, block_table.shape[0], q.shape[1] // config.spec.num_kv_heads
-    tiles = tiles_of(config, q.shape[0], group, batch)
+    spec, batch = config.spec, block_table.shape[0]
+    tiles = tiles_of(config, q, batch)
+    ctas = tiles * splits * spec.num_kv_heads
+    require(ctas < 2**31, "total_tokens", q.shape[0], "times num_q_heads / tile_rows must be below 2**31")
     arguments = _Arguments(
         q.data_ptr(),
         k.data_ptr(),
@@ -115,7 +119,7 @@ def launch_arguments(
         q.shape[0],
         pages.shape[0],
         exact.shape[0],
-        group,
+        q.shape[1] // spec.num_kv_heads,
         tiles,
         splits,
         block_table.stride(0),
@@ -126,7 +130,7 @@ def launch_arguments(
         sm_scale,
         softcap or 0.0,
     )
-    return arguments, tiles * splits * spec.num_kv_heads
+    return arguments, ctas
 
 
 def extend_attention(
@@ -153,16 +157,12 @@ def extend_attention(
 
     If keys are split, which happens where rows are few, results of splits are merged by PyTorch.
     """
-    device, batch, tokens = q.device.index, block_table.shape[0], q.shape[0]
-    if batch == 0 or tokens == 0:
+    device = q.device.index
+    if block_table.shape[0] == 0 or q.shape[0] == 0:
         return
     config = ExtendConfig(spec, q.dtype)
     kernel = load(config, device)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    tiles = tiles_of(config, tokens, q.shape[1] // spec.num_kv_heads, batch)
-    splits = splits_of(config, tiles, block_table.shape[1], sms)
-    ctas = tiles * splits * spec.num_kv_heads
-    require(ctas < 2**31, "total_tokens", tokens, "times num_q_heads / tile_rows must be below 2**31")
+    splits = splits_of(config, q, block_table, torch.cuda.get_device_properties(device).multi_processor_count)
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     seq_lens, cu_seqlens = seq_lens.contiguous(), cu_seqlens.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
@@ -172,7 +172,7 @@ def extend_attention(
     if splits > 1:
         outs = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
         lses = torch.empty(splits, *q.shape[:-1], dtype=torch.float32, device=q.device)
-    elif aligned_rows(out) is not out:
+    elif not has_aligned_rows(out):
         outs = torch.empty_like(out, memory_format=torch.contiguous_format)
     q, k, v = aligned_rows(q), aligned_rows(k), aligned_rows(v)
     tables = (block_table, seq_lens, cu_seqlens, seq_ids, sinks)

@@ -15,7 +15,7 @@ import torch
 from rich.table import Table
 
 from foscar.cuda.compiler import compile_cubin
-from foscar.cuda.config import MAX_ROWS, AppendConfig, DecodeConfig, unsupported
+from foscar.cuda.config import MAX_ROWS, DecodeConfig, KernelConfig, unsupported
 from foscar.layout import HEAD_DIMS, PAGE_SIZE, CacheSpec, QuantSpec
 
 # Fields of the halves or bytes of a word, and shifts that bring others down.
@@ -118,7 +118,7 @@ def _dtypes(spec: CacheSpec) -> list[torch.dtype]:
     return [dtype for dtype in both if unsupported(spec, dtype, (9, 0)) is None]
 
 
-def disassemble(config: DecodeConfig | AppendConfig, arch: str) -> tuple[int, int, str]:
+def disassemble(config: KernelConfig, arch: str) -> tuple[int, int, str]:
     """Compile a variant; return its registers and bytes of stack for each thread, and its machine code."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / f"{config.name}.cubin"

@@ -12,7 +12,7 @@ import torch
 
 from foscar._checks import refuse
 from foscar.cuda.compiler import compile_cubin, cuda_core
-from foscar.cuda.config import CTA_PART_FLOATS, WARP_PART_FLOATS, AppendConfig, DecodeConfig, ExtendConfig
+from foscar.cuda.config import CTA_PART_FLOATS, WARP_PART_FLOATS, KernelConfig
 
 logger = logging.getLogger("foscar")
 
@@ -30,17 +30,16 @@ class Kernel:
 
     Parameters
     ----------
-    config : AppendConfig or DecodeConfig or ExtendConfig
+    config : KernelConfig
         Which variant.
     device : int
         Where it is to run.
     """
 
-    def __init__(self, config: AppendConfig | DecodeConfig | ExtendConfig, device: int) -> None:
+    def __init__(self, config: KernelConfig, device: int) -> None:
         if torch.cuda.is_current_stream_capturing():
-            refuse(
-                config.name, "captured in a CUDA graph", "the first call of a kernel on a device must be outside of one"
-            )
+            rule = "the first call of a kernel on a device must be outside of one"
+            refuse(config.name, "captured in a CUDA graph", rule)
         core = cuda_core()
         from cuda.bindings import driver
 
@@ -74,9 +73,9 @@ class Kernel:
 
 
 @functools.cache
-def load(config: AppendConfig | DecodeConfig | ExtendConfig, device: int) -> Kernel:
+def load(config: KernelConfig, device: int) -> Kernel:
     """Return a variant, compiled and loaded by the first call."""
-    logger.debug("%s for %s", config.name, config.spec)
+    logger.debug("%s: %s", config.name, config)
     return Kernel(config, device)
 
 
@@ -98,11 +97,15 @@ def workspace(device: int, stream: int) -> int:
     return _workspaces[device, stream]
 
 
-def aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose rows of channels are contiguous, and begin at multiples of 16 bytes."""
+def has_aligned_rows(x: torch.Tensor) -> bool:
+    """Return whether rows of channels are contiguous, and begin at multiples of 16 bytes."""
     vector = 16 // x.itemsize
-    aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % vector == 0 for stride in x.stride()[:-1])
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % vector == 0 for stride in x.stride()[:-1])
+
+
+def aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that has aligned rows."""
+    return x if has_aligned_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _ones(nbytes: int) -> int:

@@ -185,15 +185,12 @@ struct Places {
     return args.pages + (static_cast<int64_t>(page) * Config::kKVHeads + head) * Config::kRecordBytes;
   }
   __device__ __forceinline__ T* exact(int operand, int position) const {
-    const int row = position < args.sink_tokens ? position : args.sink_tokens + position % args.ring_tokens;
-    const int64_t which = (static_cast<int64_t>(seq_id) * Config::kKVHeads + head) * 2 + operand;
-    return static_cast<T*>(args.exact) + (which * (args.sink_tokens + args.ring_tokens) + row) * Config::kHeadDim;
+    return static_cast<T*>(args.exact) + exact_offset<Config>(args, seq_id, head, operand, position);
   }
   __device__ __forceinline__ const T* source(int operand, int position) const {
     if (Config::kExact && position < growth.before) return exact(operand, position);
-    const int64_t* const strides = operand ? args.v_strides : args.k_strides;
-    return static_cast<const T*>(operand ? args.v : args.k) + head * strides[1] +
-           (growth.first_row + position - growth.before) * strides[0];
+    return static_cast<const T*>(operand ? args.v : args.k) +
+           new_offset(args, growth.first_row + position - growth.before, head, operand);
   }
 };
 
@@ -230,17 +227,17 @@ __device__ __forceinline__ void turn(const AppendArguments& args, const Growth& 
 
 // What a team has in shared memory, and how it works on it.
 template <typename Config, typename Team>
-struct Bench {
+struct Workbench {
   using T = typename Config::T;
   using Memory = AppendMemory<Config>;
-  static constexpr int kTokens = Team::kSize == 32 ? kPageSize * 32 / Config::kThreads : kPageSize;  // at a time
+  static constexpr int kTokens = kPageSize * Team::kSize / Config::kThreads;  // at a time
   static constexpr int kVector = Vector<T>::kSize, kVectors = Config::kHeadDim / kVector;
   const AppendArguments& args;
   Memory& smem;
   const Places<Config>& places;
   int row0;  // the first of the team's
 
-  __device__ __forceinline__ Bench(const AppendArguments& args, Memory& smem, const Places<Config>& places)
+  __device__ __forceinline__ Workbench(const AppendArguments& args, Memory& smem, const Places<Config>& places)
       : args(args), smem(smem), places(places), row0(threadIdx.x / Team::kSize * kTokens) {}
 
   template <bool kIsK>
@@ -481,7 +478,7 @@ struct Bench {
 
 template <typename Config, typename Team>
 __device__ __forceinline__ void append(const AppendArguments& args, AppendMemory<Config>& smem) {
-  constexpr int kTokens = Bench<Config, Team>::kTokens, kTeams = Config::kThreads / Team::kSize;
+  constexpr int kTokens = Workbench<Config, Team>::kTokens, kTeams = Config::kThreads / Team::kSize;
   const int owners = Config::kExact ? args.batch : 0;  // units of sequences' exact tokens, before those of new blocks
   const int work = blockIdx.x * kTeams + threadIdx.x / Team::kSize, head = work % Config::kKVHeads;
   const int unit = work / Config::kKVHeads;
@@ -510,11 +507,11 @@ __device__ __forceinline__ void append(const AppendArguments& args, AppendMemory
   }
   stop = min(stop, growth.border);
   const Places<Config> places = {args, growth, head, seq_id};
-  Bench<Config, Team> bench(args, smem, places);
+  Workbench<Config, Team> workbench(args, smem, places);
 #pragma unroll 1
   while (begin < stop) {
     const int end = min((begin / kTokens + 1) * kTokens, stop);
-    bench.quantize(begin, end);
+    workbench.quantize(begin, end);
     begin = end;
   }
 
@@ -525,7 +522,7 @@ __device__ __forceinline__ void append(const AppendArguments& args, AppendMemory
     const int sinks = sinks_end - growth.before, stay = sinks + growth.after - kept;
 #pragma unroll 1
     for (int first = 0; first < stay; first += kTokens)
-      bench.keep(min(stay - first, kTokens), [&](int row) {
+      workbench.keep(min(stay - first, kTokens), [&](int row) {
         const int which = first + row;
         return which < sinks ? growth.before + which : kept + which - sinks;
       });

@@ -217,19 +217,14 @@ __device__ __forceinline__ void copy_tokens(const ExtendArguments& args, ExtendM
   auto is_paged = [&](int token) { return begin <= token && token < end; };
   auto load = [&](int operand, int token, int vector) -> uint4 {
     const int position = column * kPageSize + token;
-    const T* row;
-    if (position >= extension.end || (position >= extension.pages_begin && position < extension.ring)) {
+    if (position >= extension.end || (position >= extension.pages_begin && position < extension.ring))
       return {0, 0, 0, 0};
-    } else if (position >= extension.cached) {
-      const int64_t* const strides = operand ? args.v_strides : args.k_strides;
-      row = static_cast<const T*>(operand ? args.v : args.k) + head * strides[1] +
-            (extension.first_row + position - extension.cached) * strides[0];
-    } else {
-      const int place = position < args.sink_tokens ? position : args.sink_tokens + position % args.ring_tokens;
-      const int64_t which = (extension.seq_id * Config::kKVHeads + head) * 2 + operand;
-      row = static_cast<const T*>(args.exact) +
-            (which * (args.sink_tokens + args.ring_tokens) + place) * Config::kHeadDim;
-    }
+    const T* row;
+    if (position >= extension.cached)
+      row = static_cast<const T*>(operand ? args.v : args.k) +
+            new_offset(args, extension.first_row + position - extension.cached, head, operand);
+    else
+      row = static_cast<const T*>(args.exact) + exact_offset<Config>(args, extension.seq_id, head, operand, position);
     return reinterpret_cast<const uint4*>(row)[vector];
   };
   for (int i = threadIdx.x; i < kPageSize * kVectors; i += kThreads) {

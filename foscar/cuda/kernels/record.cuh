@@ -29,4 +29,20 @@ __device__ __forceinline__ float scale_of(uint32_t word) {
 }
 __device__ __forceinline__ float offset_of(uint32_t word) { return __uint_as_float(word << 16); }
 
+// Where K (0) or V (1) of a token that stays exact is.
+template <typename Config, typename Arguments>
+__device__ __forceinline__ int64_t exact_offset(const Arguments& args, int64_t seq_id, int head, int operand,
+                                                int position) {
+  const int row = position < args.sink_tokens ? position : args.sink_tokens + position % args.ring_tokens;
+  const int64_t which = (seq_id * Config::kKVHeads + head) * 2 + operand;
+  return (which * (args.sink_tokens + args.ring_tokens) + row) * Config::kHeadDim;
+}
+
+// Where K or V of a new token is.
+template <typename Arguments>
+__device__ __forceinline__ int64_t new_offset(const Arguments& args, int64_t row, int head, int operand) {
+  const int64_t* const strides = operand ? args.v_strides : args.k_strides;
+  return head * strides[1] + row * strides[0];
+}
+
 }  // namespace foscar

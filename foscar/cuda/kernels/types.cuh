@@ -114,15 +114,15 @@ __device__ __forceinline__ float soft_cap(float softcap, float score) {
   return fabsf(y) < 0.05f ? score * fmaf(square, fmaf(square, 2.f / 15.f, -1.f / 3.f), 1.f) : cap * tanh;
 }
 
-// The last of `count` sequences whose first CTA is not after this one. Theirs never come before those of the ones
-// before.
-template <typename FirstCta>
-__device__ __forceinline__ int last_begun(int count, int cta, FirstCta first_cta) {
+// The last of `count` sequences whose first unit of work is not after this one. Theirs never come before those of the
+// ones before.
+template <typename FirstUnit>
+__device__ __forceinline__ int last_begun(int count, int unit, FirstUnit first_unit) {
   const int lane = threadIdx.x % 32;
   int first = 0;  // it is one of `count` from here on
   while (count > 1) {
     const int step = (count + 31) / 32;
-    const bool begins = lane * step < count && first_cta(first + lane * step) <= cta;
+    const bool begins = lane * step < count && first_unit(first + lane * step) <= unit;
     const int which = 31 - __clz(__ballot_sync(kAllLanes, begins) | 1);
     first += which * step;
     count = min(step, count - which * step);
