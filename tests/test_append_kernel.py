@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import emulator
 import pytest
@@ -13,7 +16,9 @@ from helpers import i32, poison, quant_specs, snapshot
 
 import foscar
 from foscar.cuda import append as append_kernel
+from foscar.cuda.config import AppendConfig
 from foscar.layout import HEAD_DIMS
+from foscar.reference import cache as reference
 
 _by_warps = itertools.cycle((True, False))
 T, K = foscar.CacheSpec.token_wise, foscar.CacheSpec.kivi
@@ -187,3 +192,28 @@ def test_lengths_that_are_none(machine: torch.device) -> None:
     for lengths, ends in (([-1, -70], [0, 2, 4]), ([30, 30], [0, 0, 0]), ([30, 30], [4, 2, 0])):
         run(cache, *kv, pair.table, i32(lengths), i32(ends), pair.seq_ids)
         assert snapshot(cache) == before
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs a C++ compiler, g++")
+def test_what_is_prepared_for_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of any strides, rows that are not aligned; by warps where sequences get few tokens; nothing for none."""
+    spec, arrivals, launched = T(2, 2, 64, recent_tokens=9), torch.full((3,), -1, dtype=torch.int32), []
+
+    def launch(config: AppendConfig, arguments: ctypes.Structure, ctas: int, stream: int) -> None:
+        launched.append(arguments.by_warps)
+        emulator.launch(config, arguments, ctas, stream)
+
+    monkeypatch.setattr(append_kernel, "load", lambda config, _: partial(launch, config))
+    monkeypatch.setattr(append_kernel, "workspace", lambda *_: arrivals.data_ptr())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    caches = [foscar.PagedKVCache(spec, 9, dtype=torch.bfloat16, max_seqs=5) for _ in range(2)]
+    table = torch.randperm(9, dtype=torch.int32).view(3, 3).T
+    seq_ids = torch.tensor([[4, 9], [0, 9], [2, 9]], dtype=torch.int32)[:, 0]
+    angles = torch.randn(300, 64)[:, ::2]
+    for lens, ends in (([0, 0, 0], [0, 90, 93, 93]), ([90, 3, 0], [0, 1, 2, 3]), ([91, 4, 1], [0, 0, 0, 0])):
+        k, v = torch.randn(2, ends[-1], 2, 65).bfloat16()[..., 1:]
+        tables = (table, torch.stack([i32(lens)] * 2, 1)[:, 0], i32(ends), seq_ids, angles, True, spec)
+        for cache, call in zip(caches, (reference.append, append_kernel.append), strict=True):
+            call(cache.pages, cache.exact, cache.lengths, k, v, *tables)
+        assert snapshot(caches[0]) == snapshot(caches[1])
+    assert launched == [False, True]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import emulator
 import pytest
@@ -86,13 +88,14 @@ def check(
             assert torch.allclose(lse_b.double(), want_lse, rtol=1e-4, atol=3e-2)
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_all_formats(head_dim: int, dtype: torch.dtype, machine: torch.device) -> None:
-    quants = quant_specs(head_dim)
+def test_all_formats(head_dim: int, machine: torch.device) -> None:
+    """Of either type in turn where each takes a compilation by one core."""
+    quants, dtypes = quant_specs(head_dim), list(BOUNDS)
     for i, (k, v) in enumerate(zip(quants, quants[1:] + quants[:1], strict=True)):
         spec = foscar.CacheSpec(k, v, 1, head_dim, sink_tokens=i % 3 * 5)
-        check(spec, [130, 0, 63], [3, 5, 2], machine, dtype=dtype)
+        for dtype in [dtypes[i % 2]] if machine.type == "cpu" else dtypes:
+            check(spec, [130, 0, 63], [3, 5, 2], machine, dtype=dtype)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
@@ -155,3 +158,51 @@ def test_random_calls(seed: int, machine: torch.device) -> None:
         new = [rng.choice([0, 1, 2, 64, rng.randrange(200)]) for _ in range(size - 1)] + [1 + rng.randrange(100)]
         options = {"window": rng.choice([None, 70]), "softcap": rng.choice([None, 5.0]), "sinks": rng.random() < 0.5}
         check(spec, cached, new, machine, rng.choice([1, 3, 8]), splits=rng.choice([1, 3]), **options)
+
+
+@pytest.fixture
+def emulated_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let launches on the CPU reach the emulator."""
+    monkeypatch.setattr(extend_kernel, "load", lambda config, _: partial(emulator.launch, config))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs a C++ compiler, g++")
+@pytest.mark.usefixtures("emulated_launch")
+@pytest.mark.parametrize("cached", [70, 1200], ids=["one part", "keys split"])
+def test_what_is_prepared_for_a_launch(cached: int) -> None:
+    """Tables, sinks and output of any strides, q that is not aligned, few rows of long sequences."""
+    spec = T(2, 1, 64, recent_tokens=9)
+    batch = make_batch(spec, [cached, 0], "cpu", torch.bfloat16)
+    new, wide = [3, 2], torch.randn(5, 3, 65).bfloat16()
+    q, k, v = wide[:, :2, 1:], torch.randn(5, 1, 64).bfloat16(), torch.randn(5, 1, 64).bfloat16()
+    sinks = torch.randn(4).bfloat16()[::2]
+    out, lse = torch.full((5, 2, 65), torch.nan).bfloat16()[..., 1:], torch.full((5, 2), torch.nan)
+    table = batch.block_table.T.contiguous().T
+    strided = i32([[0, 7], [3, 7], [5, 7]])[:, 0], torch.stack([batch.seq_ids] * 2, 1)[:, 0]
+    where = (batch.cache.pages, batch.cache.exact, batch.cache.lengths, table, batch.seq_lens, *strided, sinks)
+    extend_kernel.extend_attention(q, k, v, *where, out, lse, spec, 0.125, None, None, 4096)
+    for b, (k_hat, v_hat) in enumerate(batch.dequantized()):
+        q_b, k_b, v_b, out_b, lse_b = (x.split(new)[b] for x in (q, k, v, out, lse))
+        want, want_lse = oracle(q_b, torch.cat([k_hat, k_b]), torch.cat([v_hat, v_b]), sinks=sinks)
+        assert relative_error(out_b, want) < BOUNDS[torch.bfloat16]
+        assert torch.allclose(lse_b.double(), want_lse, rtol=1e-4, atol=3e-2)
+
+
+@pytest.mark.usefixtures("emulated_launch")
+def test_nothing_is_launched_for_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extend_kernel, "load", lambda *_: pytest.fail("launched"))
+    batch = make_batch(T(2, 1, 64), [3], "cpu", torch.bfloat16)
+    q, k = torch.empty(0, 2, 64).bfloat16(), torch.empty(0, 1, 64).bfloat16()
+    where = (batch.cache.pages, batch.cache.exact, batch.cache.lengths, batch.block_table, batch.seq_lens)
+    rest = (i32([0, 0]), None, None, q, torch.empty(0, 2), batch.cache.spec, 0.125, None, None, 64)
+    extend_kernel.extend_attention(q, k, k, *where, *rest)
+
+
+@pytest.mark.parametrize(("tokens", "columns", "want"), [(1, 4, 1), (1, 16, 2), (1, 10_000, 33), (5000, 10_000, 1)])
+def test_keys_are_split_where_rows_are_few(tokens: int, columns: int, want: int) -> None:
+    """Into as many parts as occupy all SMs, of 8 pages at least."""
+    config = ExtendConfig(T(2, 8, 128), torch.bfloat16)
+    q, table = torch.empty(tokens, 32, 128), torch.empty(1, columns, dtype=torch.int32)
+    assert extend_kernel.splits_of(config, q, table, sms=132) == want

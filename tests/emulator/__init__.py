@@ -16,7 +16,7 @@ import foscar
 from foscar.cuda import append as append_launch
 from foscar.cuda import extend as extend_launch
 from foscar.cuda.compiler import KERNELS
-from foscar.cuda.config import CTA_PART_FLOATS, WARP_PART_FLOATS, AppendConfig, DecodeConfig, ExtendConfig
+from foscar.cuda.config import CTA_PART_FLOATS, WARP_PART_FLOATS, AppendConfig, DecodeConfig, ExtendConfig, KernelConfig
 from foscar.cuda.decode import launches
 
 HERE = Path(__file__).parent
@@ -44,12 +44,18 @@ def build(source: str, name: str, threads: int, size: int) -> ctypes.CDLL:
         return ctypes.CDLL(str(Path(folder) / "kernel.so"))
 
 
+def launch(config: KernelConfig, arguments: ctypes.Structure, ctas: int, stream: int = 0) -> None:
+    """Run so many CTAs of a variant, as `foscar.cuda.launch.Kernel` does."""
+    kernel = config.name.partition("_")[0]
+    library = build(config.source(), kernel, config.threads, ctypes.sizeof(arguments))
+    library.run(ctypes.byref(arguments), ctas)
+
+
 def decode_attention(config: DecodeConfig, grid: int, *tensors_and_options: object) -> None:
     """Run a variant on `grid` multiprocessors; the other arguments are those of `foscar.cuda.decode.launches`."""
     workspace = torch.full((grid * (CTA_PART_FLOATS + WARP_PART_FLOATS),), -1, dtype=torch.int32)
     for arguments in launches(config, grid, workspace.data_ptr(), *tensors_and_options):  # type: ignore[arg-type]
-        library = build(config.source(), "decode", config.warps * 32, ctypes.sizeof(arguments))
-        library.run(ctypes.byref(arguments), grid)
+        launch(config, arguments, grid)
         assert (workspace[: grid * CTA_PART_FLOATS] == -1).all(), "parts of CTAs are absent between launches"
 
 
@@ -59,13 +65,11 @@ def append(by_warps: bool, spec: foscar.CacheSpec, *tensors: torch.Tensor | bool
     arrivals = torch.full((batch,), -1, dtype=torch.int32)
     config = AppendConfig(spec, k.dtype)  # type: ignore[union-attr]
     arguments, ctas = append_launch.launch_arguments(config, by_warps, arrivals.data_ptr(), *tensors)  # type: ignore[arg-type]
-    library = build(config.source(), "append", config.threads, ctypes.sizeof(arguments))
-    library.run(ctypes.byref(arguments), ctas)
+    launch(config, arguments, ctas)
     assert (arrivals == -1).all(), "nobody has arrived between launches"
 
 
 def extend_attention(config: ExtendConfig, splits: int, *tensors_and_options: object) -> None:
     """Run a variant; the other arguments are those of `foscar.cuda.extend.launch_arguments`."""
     arguments, ctas = extend_launch.launch_arguments(config, splits, *tensors_and_options)  # type: ignore[arg-type]
-    library = build(config.source(), "extend", config.threads, ctypes.sizeof(arguments))
-    library.run(ctypes.byref(arguments), ctas)
+    launch(config, arguments, ctas)
