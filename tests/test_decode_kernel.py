@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -41,6 +42,8 @@ def query_dtypes(spec: foscar.CacheSpec) -> list[torch.dtype]:
 
 def compile_all(calls: Iterable[tuple[foscar.CacheSpec, torch.dtype, int]]) -> None:
     """Fill the cache of cubins, for specs, dtypes and rows, on all cores: in turn they would take minutes."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # workers compile side by side what their tests need; a pool for each of them would fill the memory
     configs = (DecodeConfig.choose(*call, small) for call in calls for small in (False, True))
     jobs = dict.fromkeys((config.source(), "sm_90a", config.name) for config in configs)
     with multiprocessing.get_context("spawn").Pool() as pool:
