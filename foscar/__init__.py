@@ -1,6 +1,6 @@
 """A 2-bit and 4-bit key-value cache for large language models, and decode attention over it."""
 
-from foscar import convert
+from foscar import convert, rotation
 from foscar._version import __version__
 from foscar.attention import decode_attention, extend_attention
 from foscar.cache import PagedKVCache, append, dequantize
@@ -21,4 +21,5 @@ __all__ = [
     "dequantize",
     "extend_attention",
     "merge_states",
+    "rotation",
 ]

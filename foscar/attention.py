@@ -10,6 +10,7 @@ import torch
 from foscar._checks import refuse, require, require_index, require_int, require_tensor
 from foscar.cache import MODEL_DTYPES, PagedKVCache, check_seq_ids
 from foscar.layout import PAGE_SIZE
+from foscar.rotation import rotate
 
 
 @overload
@@ -140,6 +141,7 @@ def decode_attention(
     sm_scale = _check_options(q, cache, sm_scale, softcap, window, sinks)
     out = _check_out(q, out)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    q, rotated = rotate(q, cache.k_rotation), _rotated(out, cache)
     torch.ops.foscar.decode_attention(
         q.unsqueeze(1) if one_token else q,
         cache.pages,
@@ -149,13 +151,14 @@ def decode_attention(
         seq_lens,
         seq_ids,
         sinks,
-        out.unsqueeze(1) if one_token else out,
+        rotated.unsqueeze(1) if one_token else rotated,
         lse.unsqueeze(1) if one_token else lse,
         cache.recipe,
         sm_scale,
         softcap or None,
         None if window == -1 else window,
     )
+    _turn_back(rotated, cache, out)
     return (out, lse) if return_lse else out
 
 
@@ -292,10 +295,11 @@ def extend_attention(
     sm_scale = _check_options(q, cache, sm_scale, softcap, window, sinks)
     out = _check_out(q, out)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    rotated = _rotated(out, cache)
     torch.ops.foscar.extend_attention(
-        q,
-        k,
-        v,
+        rotate(q, cache.k_rotation),
+        rotate(k, cache.k_rotation),
+        rotate(v, cache.v_rotation),
         cache.pages,
         cache.exact,
         cache.lengths,
@@ -304,7 +308,7 @@ def extend_attention(
         cu_seqlens,
         seq_ids,
         sinks,
-        out,
+        rotated,
         lse,
         cache.recipe,
         sm_scale,
@@ -312,6 +316,7 @@ def extend_attention(
         None if window == -1 else window,
         block_tokens,
     )
+    _turn_back(rotated, cache, out)
     return (out, lse) if return_lse else out
 
 
@@ -347,3 +352,13 @@ def _check_out(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     if 0 in out.stride() and out.numel() > 1:
         refuse("out.stride()", out.stride(), "must give each element a place of its own")
     return out
+
+
+def _rotated(out: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
+    """Where to attend to: `out` itself, unless values are rotated."""
+    return out if cache.v_rotation is None else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+
+
+def _turn_back(rotated: torch.Tensor, cache: PagedKVCache, out: torch.Tensor) -> None:
+    if cache.v_rotation is not None:
+        out.copy_(rotate(rotated, cache.v_rotation, back=True))

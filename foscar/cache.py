@@ -8,7 +8,8 @@ import torch
 
 import foscar.ops  # noqa: F401  (defines torch.ops.foscar)
 from foscar._checks import may_wait, refuse, require, require_index, require_int, require_tensor
-from foscar.layout import FORMAT_VERSION, CacheSpec
+from foscar.layout import FORMAT_VERSION, CacheSpec, QuantSpec
+from foscar.rotation import check_rotation, hadamard, rotate
 
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -31,6 +32,11 @@ class PagedKVCache:
     max_seqs : int
         Sequences that can be in the cache at a time, for specs that keep exact tokens: each owns a row of them, of
         2 x num_kv_heads x spec.exact_tokens x head_dim numbers.
+    k_rotation, v_rotation : torch.Tensor, optional
+        ``[head_dim, head_dim]``, orthogonal: R of foscar/rotation.py, the weight of an `nn.Linear` that rotates. New
+        keys (after rotary embedding) or values are rotated by it before they are stored, exact ones included;
+        attention rotates queries and turns outputs back by itself. Best in the dtype of k and v, or each call rounds
+        it to that. None where the spec has a Hadamard transform, which is one.
 
     Attributes
     ----------
@@ -45,6 +51,8 @@ class PagedKVCache:
         int32 ``[max_seqs, 2]``: where each sequence's ring begins, and its tokens. To begin a sequence on pages that
         hold its first n tokens already (a shared prefix), write (n, n) into its row, after `copy_exact` if there are
         sinks; n is a multiple of 64 where K or V is channel-wise.
+    k_rotation, v_rotation : torch.Tensor or None
+        What keys and values are rotated by: the matrix given, or that of the Hadamard transform.
 
     Raises
     ------
@@ -59,6 +67,8 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         max_seqs: int = 64,
+        k_rotation: torch.Tensor | None = None,
+        v_rotation: torch.Tensor | None = None,
     ) -> None:
         require(isinstance(spec, CacheSpec), "spec", spec, "must be a foscar.CacheSpec")
         require_int("num_pages", num_pages, 1)
@@ -71,7 +81,20 @@ class PagedKVCache:
         rows = max_seqs if spec.exact_tokens else 0
         self.lengths = torch.zeros(rows, 2, dtype=torch.int32, device=device)
         self.exact = self._new_exact(0 if dtype is None else rows, dtype or torch.bfloat16)
+        self.k_rotation = self._rotation("k_rotation", k_rotation, spec.k, dtype)
+        self.v_rotation = self._rotation("v_rotation", v_rotation, spec.v, dtype)
         self._named_sequences: bool | None = None
+
+    def _rotation(
+        self, name: str, matrix: torch.Tensor | None, quant: QuantSpec, dtype: torch.dtype | None
+    ) -> torch.Tensor | None:
+        if quant.hadamard:
+            require(matrix is None, name, "a matrix", "must be None where the spec has a Hadamard transform")
+            return hadamard(self.spec.head_dim).to(self.device, dtype or torch.bfloat16)
+        if matrix is not None:
+            check_rotation(name, matrix, self.spec.head_dim, self.device)
+            matrix = matrix.detach().contiguous()
+        return matrix
 
     def _new_exact(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (rows, self.spec.num_kv_heads, 2, self.spec.exact_tokens, self.spec.head_dim)
@@ -164,6 +187,8 @@ class PagedKVCache:
         from safetensors.torch import save_file
 
         tensors = {"pages": self.pages, "exact": self.exact, "lengths": self.lengths}
+        rotations = {"k_rotation": self.k_rotation, "v_rotation": self.v_rotation}
+        tensors |= {name: matrix for name, matrix in rotations.items() if matrix is not None}
         metadata = {"foscar": str(FORMAT_VERSION), "spec": self.recipe, "max_seqs": str(self.max_seqs)}
         metadata["seq_ids"] = {None: "unknown", False: "default", True: "given"}[self._named_sequences]
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
@@ -199,6 +224,8 @@ class PagedKVCache:
                 rule = f"must be that of the file, {metadata['spec']}"
                 require(spec is None or str(spec) == metadata["spec"], "spec", str(spec), rule)
                 tensors = {name: file.get_tensor(name) for name in ("pages", "exact", "lengths")}
+                held = {"k_rotation", "v_rotation"} & set(file.keys())
+                rotations = {name: file.get_tensor(name) for name in held}
         except SafetensorError as error:
             raise ValueError(f"path={str(path)!r}: must be a safetensors file ({error})") from error
         cache = cls(CacheSpec.parse(metadata["spec"]), 1, device, max_seqs=int(metadata["max_seqs"]))
@@ -211,6 +238,9 @@ class PagedKVCache:
         for name, (shape, dtypes) in shapes.items():
             require_tensor(name, tensors[name], shape=shape, dtypes=dtypes, device=cache.device)
             setattr(cache, name, tensors[name])
+        for name, matrix in rotations.items():
+            check_rotation(name, matrix, cache.spec.head_dim, cache.device)
+            setattr(cache, name, matrix)
         cache._named_sequences = {"default": False, "given": True}.get(metadata["seq_ids"])
         return cache
 
@@ -313,6 +343,8 @@ def append(
         seq_ids,
         cos_sin_cache,
         is_neox,
+        cache.k_rotation,
+        cache.v_rotation,
         cache.recipe,
     )
     if spec.exact_tokens:
@@ -339,7 +371,7 @@ def dequantize(
     -------
     k, v : torch.Tensor
         float32 ``[sum(seq_lens), num_kv_heads, head_dim]``: the tokens of all sequences one after another, as `append`
-        takes them.
+        takes them, rotated back.
 
     Raises
     ------
@@ -353,7 +385,7 @@ def dequantize(
     k, v = torch.ops.foscar.dequantize(
         cache.pages, cache.exact, cache.lengths, block_table, seq_lens, seq_ids, cache.recipe
     )
-    return k, v
+    return rotate(k, cache.k_rotation, back=True), rotate(v, cache.v_rotation, back=True)
 
 
 def check_seq_ids(seq_ids: torch.Tensor | None, batch: int, cache: PagedKVCache) -> None:

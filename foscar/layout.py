@@ -45,6 +45,9 @@ class QuantSpec:
         Fraction, in (0, 1], of a row's magnitudes that is left as it is: before it is quantised, a row of n values (one
         token's channels, or one channel's 64 tokens) is clamped to plus or minus the magnitude that ``int(clip * n)``
         others are below. 1 clips nothing. It changes the values stored, not the format.
+    hadamard : bool
+        Whether new tokens are rotated by `foscar.rotation.hadamard` first, by a fast transform. Queries and outputs are
+        rotated to match by whoever attends. It changes the values stored, not the format.
 
     Raises
     ------
@@ -56,6 +59,7 @@ class QuantSpec:
     axis: Axis = "token"
     group_size: int | None = None
     clip: float = 1.0
+    hadamard: bool = False
 
     def __post_init__(self) -> None:
         require(isinstance(self.bits, int) and self.bits in (2, 4), "bits", self.bits, "must be 2 or 4")
@@ -64,6 +68,7 @@ class QuantSpec:
         require(self.axis in ("token", "channel"), "axis", self.axis, "must be 'token' or 'channel'")
         require(0 < self.clip <= 1, "clip", self.clip, "must be in (0, 1]")
         object.__setattr__(self, "clip", float(self.clip))
+        require(isinstance(self.hadamard, bool), "hadamard", self.hadamard, "must be True or False")
 
     @property
     def levels(self) -> int:
@@ -87,7 +92,7 @@ class QuantSpec:
 
     def __str__(self) -> str:
         clip = "" if self.clip == 1 else f"c{self.clip!r}"
-        return f"{self.bits}{self.axis[0]}{self.group_size}{clip}"
+        return f"{self.bits}{self.axis[0]}{self.group_size}{clip}{'h' if self.hadamard else ''}"
 
 
 @dataclass(frozen=True)
@@ -227,17 +232,17 @@ class CacheSpec:
     @functools.cache
     def parse(cls, text: str) -> CacheSpec:
         """Read back what ``str(spec)`` wrote, ``k2c64-v2t128-h8-d128-s64-r128`` for instance."""
-        quant = r"([24])([tc])(\d+)(?:c([\d.e-]+))?"
+        quant = r"([24])([tc])(\d+)(?:c([\d.e-]+))?(h?)"
         match = re.fullmatch(rf"k{quant}-v{quant}-h(\d+)-d(\d+)-s(\d+)-r(\d+)", text)
         require(match is not None, "text", text, "must be what str(spec) gives")
         assert match is not None
         fields = match.groups()
 
-        def quantizer(bits: str, axis: str, group_size: str, clip: str | None) -> QuantSpec:
+        def quantizer(bits: str, axis: str, group_size: str, clip: str | None, hadamard: str) -> QuantSpec:
             name: Axis = "token" if axis == "t" else "channel"
-            return QuantSpec(int(bits), name, int(group_size), float(clip or 1))
+            return QuantSpec(int(bits), name, int(group_size), float(clip or 1), bool(hadamard))
 
-        return cls(quantizer(*fields[:4]), quantizer(*fields[4:8]), *map(int, fields[8:]))
+        return cls(quantizer(*fields[:5]), quantizer(*fields[5:10]), *map(int, fields[10:]))
 
 
 def pages_of(positions: range) -> range:

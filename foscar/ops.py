@@ -23,7 +23,7 @@ _SCHEMAS = {
     "foscar::append": """(
         Tensor(a!) pages, Tensor(b!) exact, Tensor(c!) lengths, Tensor k, Tensor v,
         Tensor block_table, Tensor seq_lens, Tensor cu_seqlens, Tensor? seq_ids,
-        Tensor? cos_sin_cache, bool is_neox, str spec) -> ()""",
+        Tensor? cos_sin_cache, bool is_neox, Tensor? k_rotation, Tensor? v_rotation, str spec) -> ()""",
     "foscar::decode_attention": """(
         Tensor q, Tensor pages, Tensor exact, Tensor lengths,
         Tensor block_table, Tensor seq_lens, Tensor? seq_ids, Tensor? sinks, Tensor(a!) out, Tensor(b!) lse,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,10 +94,11 @@ def make_batch(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     kv: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None,
+    rotations: Sequence[torch.Tensor | None] = (),
 ) -> Batch:
     columns = max(-(-max(lengths) // PAGE_SIZE), 1)
     num_pages = len(lengths) * columns + 3
-    cache = foscar.PagedKVCache(spec, num_pages, device, dtype, max_seqs=len(lengths) + 2)
+    cache = foscar.PagedKVCache(spec, num_pages, device, dtype, len(lengths) + 2, *rotations)
     poison(cache)
     pages = torch.randperm(num_pages, dtype=torch.int32)[: len(lengths) * columns].view(len(lengths), columns)
     # Columns past the sequence, and a few more than any needs, lead out of the cache.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,10 +18,12 @@ from helpers import i32, poison, quant_specs, snapshot
 import foscar
 from foscar.cuda import append as append_kernel
 from foscar.cuda.config import AppendConfig
-from foscar.layout import HEAD_DIMS
+from foscar.layout import HEAD_DIMS, record_layout
 from foscar.reference import cache as reference
+from foscar.reference.records import read_codes, read_params
 
 _by_warps = itertools.cycle((True, False))
+WINDOWS: list[dict[str, int]] = [{}, {"sink_tokens": 3, "recent_tokens": 20}]
 T, K = foscar.CacheSpec.token_wise, foscar.CacheSpec.kivi
 
 
@@ -30,26 +33,36 @@ def run(
     """Call the kernel, by teams of either size in turn; k, v and tables are the CPU's."""
     spec, own = cache.spec, (cache.pages, cache.exact, cache.lengths)
     by_warps = next(_by_warps) and not spec.block_wise
+    rotations = (cache.k_rotation, cache.v_rotation)
     if cache.device.type == "cpu":
-        emulator.append(by_warps, spec, *own, *tensors, angles, is_neox)
+        emulator.append(by_warps, spec, *own, *tensors, angles, is_neox, *rotations)
     else:
         angles = None if angles is None else angles.to(cache.device)
         here = (tensor.to(cache.device) for tensor in tensors)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(append_kernel, "best_by_warps", lambda *_: by_warps)
-            torch.ops.foscar.append(*own, *here, angles, is_neox, str(spec))
+            torch.ops.foscar.append(*own, *here, angles, is_neox, *rotations, str(spec))
 
 
 class Pair:
     """A cache that the reference appends to, and one that the kernel does; and how long their sequences are."""
 
     def __init__(
-        self, spec: foscar.CacheSpec, batch: int, columns: int, dtype: torch.dtype, machine: torch.device
+        self,
+        spec: foscar.CacheSpec,
+        batch: int,
+        columns: int,
+        dtype: torch.dtype,
+        machine: torch.device,
+        rotations: Sequence[torch.Tensor | None] = (None, None),
     ) -> None:
-        self.spec, self.dtype = spec, dtype
+        self.spec, self.dtype, self.rotations = spec, dtype, rotations
         num_pages = batch * columns + 2
         devices = torch.device("cpu"), machine
-        self.caches = [foscar.PagedKVCache(spec, num_pages, device, dtype, max_seqs=batch + 2) for device in devices]
+        self.caches = []
+        for device in devices:
+            there = (None if matrix is None else matrix.to(device) for matrix in rotations)
+            self.caches.append(foscar.PagedKVCache(spec, num_pages, device, dtype, batch + 2, *there))
         for cache in self.caches:
             poison(cache)
         self.table = torch.randperm(num_pages, dtype=torch.int32)[: batch * columns].view(batch, columns)
@@ -69,10 +82,29 @@ class Pair:
         ends = i32([0, *counts]).cumsum(0, dtype=torch.int32)
         rest = (*kv, self.table, i32(self.seq_lens), ends, self.seq_ids)
         want, got = self.caches
-        torch.ops.foscar.append(want.pages, want.exact, want.lengths, *rest, angles, is_neox, str(spec))
+        rotations = want.k_rotation, want.v_rotation
+        torch.ops.foscar.append(want.pages, want.exact, want.lengths, *rest, angles, is_neox, *rotations, str(spec))
         run(got, *rest, angles=angles, is_neox=is_neox)
-        assert snapshot(got) == snapshot(want)
+        if rotations == (None, None):
+            assert snapshot(got) == snapshot(want)
+        else:
+            self.compare()
         self.seq_lens = [length + count for length, count in zip(self.seq_lens, counts, strict=True)]
+
+    def compare(self) -> None:
+        """Sums of another order are rounded otherwise now and then: to the next value, and so to the next code."""
+        want, got = self.caches
+        assert torch.equal(got.lengths.cpu(), want.lengths)
+        assert torch.allclose(got.exact.cpu().float(), want.exact.float(), 2**-7, 1e-3, equal_nan=True)
+        pages = got.pages.cpu()
+        assert (pages == want.pages).float().mean() >= 0.99
+        layout = record_layout(self.spec)
+        for operand in (layout.k, layout.v):
+            (scale, offset), wanted = (read_params(p, operand) for p in (pages, want.pages))
+            assert torch.allclose(scale, wanted[0], 0.02, equal_nan=True)
+            assert torch.allclose(offset, wanted[1], 0.02, 1e-3, equal_nan=True)
+            codes, wanted_codes = (read_codes(p, operand).int() for p in (pages, want.pages))
+            assert (codes - wanted_codes).abs().max() <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -183,6 +215,28 @@ def test_rotary_embedding(is_neox: bool, dtype: torch.dtype, machine: torch.devi
             pair.append(counts, angles=cos_sin_cache, is_neox=is_neox)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_rotations(head_dim: int, dtype: torch.dtype, machine: torch.device) -> None:
+    """After rotary embedding, before anything else; exact tokens are not rotated again when they leave the ring."""
+    plain, transformed = foscar.QuantSpec(4), foscar.QuantSpec(2, hadamard=True)
+    matrix = torch.linalg.qr(torch.randn(head_dim, head_dim))[0]
+    angles = torch.rand(300, 32) * 6
+    cos_sin_cache = torch.cat([angles.cos(), angles.sin()], 1)
+    for k, v, windows in ((plain, transformed, WINDOWS[0]), (transformed, plain, WINDOWS[1])):
+        rotations = [None if quant.hadamard else matrix.to(dtype) for quant in (k, v)]
+        pair = Pair(foscar.CacheSpec(k, v, 1, head_dim, **windows), 2, 5, dtype, machine, rotations)
+        for counts in ([70, 3], [1, 1], [17, 66]):
+            pair.append(counts, angles=cos_sin_cache)
+
+
+def test_only_one_operand_is_rotated(machine: torch.device) -> None:
+    channel_wise = foscar.QuantSpec(2, "channel", hadamard=True)
+    Pair(foscar.CacheSpec(channel_wise, foscar.QuantSpec(2), 2, 64), 2, 3, torch.bfloat16, machine).append([70, 64])
+    rotations = None, -torch.eye(64, dtype=torch.bfloat16)
+    Pair(T(4, 2, 64), 2, 3, torch.bfloat16, machine, rotations).append([70, 64])
+
+
 def test_lengths_that_are_none(machine: torch.device) -> None:
     """Where nothing is checked, nothing outside of the cache, or of the sequence, is written."""
     pair = Pair(T(2, 1, 64, sink_tokens=2, recent_tokens=9), 2, 2, torch.bfloat16, machine)
@@ -212,7 +266,7 @@ def test_what_is_prepared_for_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     angles = torch.randn(300, 64)[:, ::2]
     for lens, ends in (([0, 0, 0], [0, 90, 93, 93]), ([90, 3, 0], [0, 1, 2, 3]), ([91, 4, 1], [0, 0, 0, 0])):
         k, v = torch.randn(2, ends[-1], 2, 65).bfloat16()[..., 1:]
-        tables = (table, torch.stack([i32(lens)] * 2, 1)[:, 0], i32(ends), seq_ids, angles, True, spec)
+        tables = (table, torch.stack([i32(lens)] * 2, 1)[:, 0], i32(ends), seq_ids, angles, True, None, None, spec)
         for cache, call in zip(caches, (reference.append, append_kernel.append), strict=True):
             call(cache.pages, cache.exact, cache.lengths, k, v, *tables)
         assert snapshot(caches[0]) == snapshot(caches[1])

@@ -7,6 +7,7 @@ import multiprocessing
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,12 +106,15 @@ def test_append_variants_have_room_for_many_ctas(dtype: torch.dtype, arch: str) 
     for head_dim in HEAD_DIMS:
         quants = quant_specs(head_dim)
         for i, (k, v) in enumerate(zip(quants, quants[1:] + quants[:1], strict=True)):
-            config = AppendConfig(foscar.CacheSpec(k, v, 8, head_dim, sink_tokens=i % 2), dtype)
+            k = replace(k, hadamard=i % 3 == 1)
+            rotates = (i % 3 > 0, i % 3 == 1)
+            config = AppendConfig(foscar.CacheSpec(k, v, 8, head_dim, sink_tokens=i % 2), dtype, *rotates)
             try:
                 registers, stack, sass = inspect.disassemble(config, arch)
             except inspect.ToolMissingError as error:
                 pytest.skip(str(error))
             assert stack == 0 and registers * config.threads * config.ctas <= 65536
+            assert ("HMMA" in sass) == (any(rotates) and dtype != torch.float32)
             assert "FRND" not in sass  # a conversion is four times slower than the additions that round
 
 

@@ -115,7 +115,19 @@ def test_opcheck() -> None:
     tables = (batch.block_table, batch.seq_lens)
     torch.library.opcheck(
         torch.ops.foscar.append,
-        (*cache_tensors(batch), kv, kv, *tables, i32([0, 2, 3]), batch.seq_ids, None, True, recipe),
+        (
+            *cache_tensors(batch),
+            kv,
+            kv,
+            *tables,
+            i32([0, 2, 3]),
+            batch.seq_ids,
+            None,
+            True,
+            None,
+            torch.eye(64),
+            recipe,
+        ),
     )
     q, lse = torch.randn(2, 1, 4, 64), torch.empty(2, 1, 4)
     torch.library.opcheck(

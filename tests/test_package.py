@@ -17,6 +17,7 @@ ROOT = Path(foscar.__file__).parent
 LAYERS = [
     ["_version", "_checks"],
     ["convert", "layout", "merge"],
+    ["rotation"],
     ["reference.quant", "reference.records", "reference.rope", "reference.cache", "reference.attention"],
     ["cuda.config", "cuda.compiler"],
     ["cuda.launch"],

@@ -29,6 +29,8 @@ class _Arguments(ctypes.Structure):
         ("seq_ids", ctypes.c_void_p),
         ("arrivals", ctypes.c_void_p),
         ("cos_sin", ctypes.c_void_p),
+        ("k_rotation", ctypes.c_void_p),
+        ("v_rotation", ctypes.c_void_p),
         ("k_strides", ctypes.c_int64 * 2),
         ("v_strides", ctypes.c_int64 * 2),
         ("positions", ctypes.c_int),
@@ -52,6 +54,10 @@ def best_by_warps(spec: CacheSpec, tokens: int, batch: int) -> bool:
     return tokens <= _FEW_TOKENS * batch and not spec.block_wise
 
 
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def launch_arguments(
     config: AppendConfig,
     by_warps: bool,
@@ -67,6 +73,8 @@ def launch_arguments(
     seq_ids: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,
     is_neox: bool,
+    k_rotation: torch.Tensor | None,
+    v_rotation: torch.Tensor | None,
 ) -> tuple[_Arguments, int]:
     """Return the arguments of the launch, and its CTAs. Rows of k and v are contiguous, and aligned to 16 bytes."""
     spec, batch, tokens = config.spec, block_table.shape[0], k.shape[0]
@@ -81,9 +89,9 @@ def launch_arguments(
         cu_seqlens.data_ptr(),
         exact.data_ptr(),
         lengths.data_ptr(),
-        None if seq_ids is None else seq_ids.data_ptr(),
+        _pointer(seq_ids),
         arrivals,
-        None if cos_sin_cache is None else cos_sin_cache.data_ptr(),
+        *map(_pointer, (cos_sin_cache, k_rotation, v_rotation)),
         (ctypes.c_int64 * 2)(*k.stride()[:2]),
         (ctypes.c_int64 * 2)(*v.stride()[:2]),
         *((0, 0) if cos_sin_cache is None else cos_sin_cache.shape),
@@ -115,6 +123,8 @@ def append(
     seq_ids: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,
     is_neox: bool,
+    k_rotation: torch.Tensor | None,
+    v_rotation: torch.Tensor | None,
     spec: CacheSpec,
 ) -> None:
     """Launch the kernel; arguments are those of the reference."""
@@ -124,13 +134,15 @@ def append(
         return
     device = k.device.index
     stream = torch.cuda.current_stream(device).cuda_stream
-    config = AppendConfig(spec, k.dtype)
+    config = AppendConfig(spec, k.dtype, k_rotation is not None, v_rotation is not None)
     kernel = load(config, device)
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     seq_lens, cu_seqlens = seq_lens.contiguous(), cu_seqlens.contiguous()
     seq_ids = None if seq_ids is None else seq_ids.contiguous()
     cos_sin_cache = None if cos_sin_cache is None else cos_sin_cache.contiguous()
+    rotations = [None if matrix is None else matrix.to(k.dtype) for matrix in (k_rotation, v_rotation)]
     tensors = (pages, exact, lengths, aligned_rows(k), aligned_rows(v), block_table, seq_lens, cu_seqlens, seq_ids)
     by_warps = best_by_warps(spec, k.shape[0], batch)
-    arguments, ctas = launch_arguments(config, by_warps, workspace(device, stream), *tensors, cos_sin_cache, is_neox)
+    arrivals = workspace(device, stream)
+    arguments, ctas = launch_arguments(config, by_warps, arrivals, *tensors, cos_sin_cache, is_neox, *rotations)
     kernel(arguments, ctas, stream)

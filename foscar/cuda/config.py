@@ -148,17 +148,32 @@ class AppendConfig:
         What it writes.
     dtype : torch.dtype
         dtype of K and V: bfloat16, float16 or float32.
+    rotates_k, rotates_v : bool
+        Whether new keys or values are rotated, by a Hadamard transform if the spec says so, else by a matrix.
     """
 
     spec: CacheSpec
     dtype: torch.dtype
+    rotates_k: bool = False
+    rotates_v: bool = False
     threads = 128
-    ctas = 6  # that the registers of an SM are for, if shared memory has room for so many
 
     @property
     def name(self) -> str:
         """What the variant is called in tables and logs."""
-        return _name("append", self.spec, self.dtype)
+        rotated = "".join(name for name, does in (("k", self.rotates_k), ("v", self.rotates_v)) if does)
+        return _name("append", self.spec, self.dtype, rotated and f"_r{rotated}")
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that an SM has room for. Rotating, a warp holds rows in registers."""
+        most = 5 if self.rotates_k or self.rotates_v else 6
+        return min(_SM_SHARED_BYTES // (self.shared_bytes + 1024), most)
+
+    @staticmethod
+    def _rotation(rotates: bool, quant: QuantSpec) -> int:
+        """`kHadamard` or `kMatrix` in rotate.cuh, or neither."""
+        return 0 if not rotates else 1 if quant.hadamard else 2
 
     def block_tokens(self, by_warps: bool) -> int:
         """Tokens that a team takes at a time, a warp or a CTA: blocks of channel-wise operands are pages."""
@@ -179,6 +194,9 @@ class AppendConfig:
             "kSharedBytes": self.shared_bytes,
             "kKKept": _kept(self.spec.k, self.spec.head_dim),
             "kVKept": _kept(self.spec.v, self.spec.head_dim),
+            "kKRotation": self._rotation(self.rotates_k, self.spec.k),
+            "kVRotation": self._rotation(self.rotates_v, self.spec.v),
+            "kBf16": self.dtype == torch.bfloat16,
         }
         return _source("append", self.spec, self.dtype, constants, f"{self.threads}, {self.ctas}")
 

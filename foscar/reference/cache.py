@@ -18,6 +18,7 @@ from foscar.layout import PAGE_SIZE, CacheSpec, OperandLayout, QuantSpec, pages_
 from foscar.reference.quant import check_finite, quantize
 from foscar.reference.records import read_codes, read_params, write_channel_params, write_tokens
 from foscar.reference.rope import apply_rope
+from foscar.rotation import hadamard
 
 
 @dataclass(frozen=True)
@@ -120,11 +121,13 @@ def plan_append(
     seq_ids: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,
     is_neox: bool,
+    k_rotation: torch.Tensor | None,
+    v_rotation: torch.Tensor | None,
     spec: CacheSpec,
-) -> tuple[list[_Move], list[list[int]], torch.Tensor]:
+) -> tuple[list[_Move], list[list[int]], torch.Tensor, torch.Tensor]:
     """Fetch what an append goes by and check it.
 
-    Returns what it does to each sequence, in which pages, and the keys as they are stored.
+    Returns what it does to each sequence, in which pages, and keys and values as they are stored.
     """
     bounds = read_bounds(cu_seqlens, "k", k.shape[0])
     states = read_states(spec, lengths, seq_lens, seq_ids)
@@ -144,7 +147,22 @@ def plan_append(
             positions.append(torch.arange(own.start, own.stop, device=k.device))
         k = apply_rope(k, torch.cat(positions), cos_sin_cache, is_neox)
         check_finite("k, turned,", k)
-    return moves, page_rows, k
+    k = _rotate("k", k, spec.k, k_rotation)
+    v = _rotate("v", v, spec.v, v_rotation)
+    return moves, page_rows, k, v
+
+
+def _rotate(name: str, x: torch.Tensor, quant: QuantSpec, matrix: torch.Tensor | None) -> torch.Tensor:
+    """Rotate tokens by a Hadamard matrix or the one given, which the dtype of x rounds; sums are float32."""
+    if quant.hadamard:
+        matrix = hadamard(x.shape[-1]).to(x.device)
+    elif matrix is not None:
+        matrix = matrix.to(x.dtype).float()
+    else:
+        return x
+    x = (x.float() @ matrix.T).to(x.dtype)
+    check_finite(f"{name}, rotated,", x)
+    return x
 
 
 def append(
@@ -159,11 +177,13 @@ def append(
     seq_ids: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,
     is_neox: bool,
+    k_rotation: torch.Tensor | None,
+    v_rotation: torch.Tensor | None,
     spec: CacheSpec,
 ) -> None:
     """Append tokens; arguments are those of `foscar.append` and the tensors of a cache. Errors change nothing."""
-    tables = (block_table, seq_lens, cu_seqlens, seq_ids, cos_sin_cache, is_neox, spec)
-    moves, page_rows, k = plan_append(pages, lengths, k, v, *tables)
+    rest = (block_table, seq_lens, cu_seqlens, seq_ids, cos_sin_cache, is_neox, k_rotation, v_rotation, spec)
+    moves, page_rows, k, v = plan_append(pages, lengths, k, v, *rest)
     # All reads come before the first write, because ring slots are used again.
     leaving = torch.cat([k.new_empty(0, 2, *k.shape[1:]), *(m.gather(exact, k, v) for m in moves)])
     if len(leaving):

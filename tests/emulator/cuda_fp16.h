@@ -41,6 +41,7 @@ inline float __uint_as_float(unsigned x) { return bit_cast<float>(x); }
 inline unsigned __float_as_uint(float x) { return bit_cast<unsigned>(x); }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }

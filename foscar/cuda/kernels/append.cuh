@@ -4,10 +4,11 @@
 // Work. A team, of a warp or of a whole CTA, does one KV head of a block of tokens that are all new, or of all that
 // concerns a sequence's exact tokens: blocks that take tokens from its ring first, then the rows of new ones, which may
 // be the same. A warp takes 16 tokens at a time, a CTA a page. A token is quantised as the reference does it, bit by
-// bit (foscar/reference/quant.py).
+// bit (foscar/reference/quant.py); rotated, up to what the order of a sum makes of a rounding.
 #pragma once
 
 #include "record.cuh"
+#include "rotate.cuh"
 
 namespace foscar {
 
@@ -25,6 +26,8 @@ struct AppendArguments {
   const int* seq_ids;      // [batch] or null: the sequence itself
   unsigned* arrivals;      // [batch]: heads that have read their lengths; all ones between launches
   const float* cos_sin;    // [positions, rotary_dim] or null: cosines, then sines; what new keys are turned by
+  const void* k_rotation;  // [head_dim, head_dim]: what new keys are rotated by then, if Config says so
+  const void* v_rotation;  // as k_rotation
   int64_t k_strides[2];    // token, head; in elements
   int64_t v_strides[2];
   int positions, rotary_dim, is_neox;
@@ -258,6 +261,18 @@ struct Workbench {
     Team::sync();
     if (args.cos_sin) {
       turn<Config, Team>(args, places.growth, &smem.values[0][row0], tokens, position_of);
+      Team::sync();
+    }
+    if constexpr (Config::kKRotation || Config::kVRotation) {
+      static_assert(kTokens == Team::kSize / 2, "16 for each warp");
+      const int first = Team::rank() / 32 * 16;
+      auto is_new = [&](int row) { return first + row < tokens && position_of(first + row) >= places.growth.before; };
+      if constexpr (Config::kKRotation)
+        rotate<Config, Config::kKRotation>(&smem.values[0][row0 + first], static_cast<const T*>(args.k_rotation),
+                                           is_new);
+      if constexpr (Config::kVRotation)
+        rotate<Config, Config::kVRotation>(&smem.values[1][row0 + first], static_cast<const T*>(args.v_rotation),
+                                           is_new);
       Team::sync();
     }
   }
