@@ -166,8 +166,8 @@ class AppendConfig:
 
     @property
     def ctas(self) -> int:
-        """CTAs that an SM has room for. Rotating, a warp holds rows in registers."""
-        most = 5 if self.rotates_k or self.rotates_v else 6
+        """CTAs that an SM has room for. A warp that rotates holds its rows in registers."""
+        most = 6 if not self.rotates_k and not self.rotates_v else 4 if self.spec.head_dim <= 128 else 2
         return min(_SM_SHARED_BYTES // (self.shared_bytes + 1024), most)
 
     @staticmethod
