@@ -7,7 +7,8 @@ import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +17,9 @@ from rich.progress import Progress
 from foscar import demo as demo_module
 from foscar import info as info_module
 from foscar._version import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -112,23 +116,23 @@ def kernels(
 
 @app.command()
 def bench(
-    grid: Annotated[str, typer.Option(help="quick, headline, heads, features or full.")] = "headline",
+    what: Annotated[str, typer.Argument(help="decode, append or extend.")] = "decode",
+    grid: Annotated[str | None, typer.Option(help="Of decode: quick, headline, heads, features or full.")] = None,
     bits: Annotated[list[int], typer.Option(help="2 or 4; repeat it for both.")] = [2, 4],  # noqa: B006
     csv: Annotated[Path | None, typer.Option(help="Write each row to this file as it is measured.")] = None,
     peers: Annotated[bool, typer.Option(help="Time FlashInfer's kernels, too, if foscar[bench] is installed.")] = True,
 ) -> None:
-    """Time decode attention on this machine's GPU, next to FlashInfer's and to a plain read of memory."""
+    """Time decode attention, or appending and extending, on this machine's GPU, next to FlashInfer's kernels."""
     import torch
 
-    from foscar.bench import results
-    from foscar.bench.grid import GRIDS, cases
+    from foscar.bench.grid import GRIDS
     from foscar.bench.peers import installed
-    from foscar.bench.run import Run
-    from foscar.bench.timing import read_ceiling
 
     _check_writable(csv)
-    if grid not in GRIDS:
-        raise _failure(f"grid={grid!r}: must be one of {list(GRIDS)}")
+    if what not in ("decode", "append", "extend"):
+        raise _failure(f"what={what!r}: must be decode, append or extend")
+    if grid not in (GRIDS if what == "decode" else {}) and grid is not None:
+        raise _failure(f"grid={grid!r}: must be " + (f"one of {list(GRIDS)}" if what == "decode" else "decode's"))
     if not set(bits) <= {2, 4}:
         raise _failure(f"bits={bits}: each must be 2 or 4")
     if not torch.cuda.is_available():
@@ -136,15 +140,31 @@ def bench(
     if peers and not installed():
         console.print("FlashInfer is not installed, so its columns stay empty: pip install foscar[bench]", markup=False)
     device = torch.device("cuda", torch.cuda.current_device())
+    if what == "decode":
+        _bench_decode(device, grid or "headline", bits, csv, peers and installed())
+    else:
+        from foscar.bench import append, extend
+
+        _bench_each(append if what == "append" else extend, device, bits, csv, peers and installed())
+
+
+def _bench_decode(device: torch.device, grid: str, bits: list[int], csv: Path | None, peers: bool) -> None:
+    import torch
+
+    from foscar.bench import results
+    from foscar.bench.grid import cases
+    from foscar.bench.run import Run
+    from foscar.bench.timing import read_ceiling
+
     ceiling = read_ceiling(device)
     console.print(f"{torch.cuda.get_device_name(device)}: a plain read reaches {ceiling:.0f} GB/s", highlight=False)
     rows: list[results.Row] = []
     with contextlib.ExitStack() as stack:
         file = None if csv is None else stack.enter_context(csv.open("w", newline=""))
         if file is not None:
-            results.write_header(file)
+            results.write_header(file, results.Row)
         progress = stack.enter_context(Progress(console=console, transient=True))
-        run = Run(device, ceiling, peers and installed(), partial(console.print, style="yellow", markup=False))
+        run = Run(device, ceiling, peers, partial(console.print, style="yellow", markup=False))
         points = list(cases(grid, bits))
         task = progress.add_task("", total=len(points))
         for point, recipes in points:
@@ -162,6 +182,37 @@ def bench(
         raise _failure(f"{run.failures} cases were not timed; see above")
 
 
+def _bench_each(module: ModuleType, device: torch.device, bits: list[int], csv: Path | None, peers: bool) -> None:
+    """Measure the cases of `foscar.bench.append` or `foscar.bench.extend`."""
+    import torch
+
+    from foscar.bench.results import write_header, write_row
+    from foscar.bench.timing import WrongOutputError
+
+    log = partial(console.print, style="yellow", markup=False)
+    failures, rows, cases = 0, [], list(module.cases(bits))
+    with contextlib.ExitStack() as stack:
+        file = None if csv is None else stack.enter_context(csv.open("w", newline=""))
+        if file is not None:
+            write_header(file, module.Row)
+        progress = stack.enter_context(Progress(console=console, transient=True))
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            progress.update(task, description=str(case))
+            try:
+                rows.append(module.measure(case, device, peers, log))
+            except (WrongOutputError, torch.OutOfMemoryError) as error:
+                failures += 1
+                log(f"{case}: {error}")
+            else:
+                if file is not None:
+                    write_row(file, rows[-1])
+            progress.advance(task)
+    console.print(module.table(rows))
+    if failures:
+        raise _failure(f"{failures} cases were not timed; see above")
+
+
 @app.command()
 def bench_plot(
     csv: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What `foscar bench --csv` wrote.")],
@@ -174,7 +225,7 @@ def bench_plot(
     _check_writable(image)
     try:
         plot(csv, image)
-        console.print(results.goals_table(results.goals(results.read_csv(csv))))
+        console.print(results.goals_table(results.goals(results.read_csv(csv, results.Row))))
     except ValueError as error:
         raise _failure(str(error)) from error
     console.print(f"Figure: {image}", markup=False)

@@ -68,10 +68,10 @@ def test_csv_round_trip(tmp_path: Path) -> None:
     rows = [row(), row(seq_len=16384, bits=4, us=7.25, flashinfer_bf16_us=None, fa2_bf16_us=None, skewed=True)]
     path = tmp_path / "out.csv"
     with path.open("w", newline="") as file:
-        results.write_header(file)
+        results.write_header(file, Row)
         for n, each in enumerate(rows, 1):
             results.write_row(file, each)
-            assert results.read_csv(path) == rows[:n]  # flushed
+            assert results.read_csv(path, Row) == rows[:n]  # flushed
     with path.open(newline="") as file:
         columns = next(csv.reader(file))
     wanted = "num_q_heads,num_kv_heads,head_dim,batch,seq_len,k_bits,v_bits,scheme,us,gbps,ceiling_gbps"
@@ -79,7 +79,7 @@ def test_csv_round_trip(tmp_path: Path) -> None:
     assert {peer.column for peer in PEERS} <= set(columns)
     path.write_text(path.read_text().replace("ceiling_gbps", "other"))
     with pytest.raises(ValueError, match=r"must have columns \['ceiling_gbps'\]"):
-        results.read_csv(path)
+        results.read_csv(path, Row)
 
 
 def test_goals() -> None:
@@ -107,7 +107,7 @@ def test_goals() -> None:
 def test_bench_plot(tmp_path: Path) -> None:
     path, image = tmp_path / "out.csv", tmp_path / "out.png"
     with path.open("w", newline="") as file:
-        results.write_header(file)
+        results.write_header(file, Row)
         for bits in (2, 4):
             for batch, seq_len in ((1, 4096), (1, 16384), (64, 65536)):
                 results.write_row(file, row(batch, seq_len, bits, flashinfer_bf16_us=None if batch == 1 else 30.0))
@@ -115,7 +115,7 @@ def test_bench_plot(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "6.00 x" in result.stdout
     assert matplotlib.image.imread(image).shape[2] == 4
     image.unlink()
-    path.write_text(",".join(results.COLUMNS) + "\n")
+    path.write_text(",".join(results.columns(Row)) + "\n")
     result = CliRunner().invoke(app, ["bench-plot", str(path), str(image)], env=WIDE)
     assert result.exit_code == 1 and "must have rows" in result.stdout and not image.exists()
 
@@ -124,6 +124,9 @@ def test_bench_plot(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--grid", "all"], "grid='all': must be one of"),
+        (["prefill"], "what='prefill': must be decode, append or extend"),
+        (["append", "--grid", "quick"], "grid='quick': must be decode's"),
+        (["extend", "--csv", "absent/out.csv"], "absent/out.csv: there is no such folder"),
         (["--bits", "3"], "bits=[3]: each must be 2 or 4"),
         (["--csv", "absent/out.csv"], "absent/out.csv: there is no such folder"),
         ([], "a CUDA GPU is needed"),
@@ -238,7 +241,7 @@ def test_bench_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "FlashInfer is not installed" in result.stdout and "nothing [here]" in result.stdout
     assert "a plain read reaches 4500 GB/s" in result.stdout and result.stdout.count("recipe") == 1
     assert "INT2 token-wise" in result.stdout and "4.00x" in result.stdout and "90.0%" in result.stdout
-    assert [(r.batch, r.k_bits) for r in results.read_csv(tmp_path / "out.csv")] == [
+    assert [(r.batch, r.k_bits) for r in results.read_csv(tmp_path / "out.csv", Row)] == [
         *((1, 2), (1, 4), (16, 2), (16, 4), (64, 2), (64, 4)),
     ]
     monkeypatch.setattr("foscar.bench.peers.installed", lambda: True)
@@ -249,7 +252,7 @@ def test_bench_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     here = run.environment.__wrapped__(CPU)
-    assert set(here) <= set(results.COLUMNS) and here["gpu"] == "a GPU" and here["torch"] == torch.__version__
+    assert set(here) <= set(results.columns(Row)) and here["gpu"] == "a GPU" and here["torch"] == torch.__version__
     assert len(here["commit"]) in (0, 40)
     monkeypatch.setattr(run, "__file__", str(tmp_path / "run.py"))
     assert run.commit() == ""
@@ -271,7 +274,7 @@ def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         assert "skipped" in result.stdout
         return
-    rows = results.read_csv(path)
+    rows = results.read_csv(path, Row)
     assert [r.k_bits for r in rows] == [2, 4] and all(r.point == Point(32, 8, 128, 1, 4096) for r in rows)
     for r in rows:
         assert 0 < r.share < 1 and r.us > 0 and r.relative_error <= run.TOLERANCE and r.flashinfer_bf16_us is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import foscar
-from foscar.bench.results import goals, read_csv
+from foscar.bench.results import Row, goals, read_csv
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
@@ -55,7 +55,7 @@ def test_readme_figures_come_from_the_file() -> None:
 
 def test_readme_speeds_come_from_the_file() -> None:
     text = (ROOT / "README.md").read_text()
-    found = {goal.name: goal for goal in goals(read_csv(ROOT / "benchmarks" / "data" / "h200_headline.csv"))}
+    found = {goal.name: goal for goal in goals(read_csv(ROOT / "benchmarks" / "data" / "h200_headline.csv", Row))}
     for bits in (2, 4):
         peers = [found[f"INT{bits} over {peer}, geometric mean"] for peer in ("FlashInfer BF16", "TensorRT-LLM FP8")]
         assert [goal.points for goal in peers] == [30, 30] and "over 30 shapes" in text

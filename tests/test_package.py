@@ -30,6 +30,7 @@ LAYERS = [
     ["bench.results", "bench.workload"],
     ["bench.peers", "bench.plot", "bench.timing"],
     ["bench.run"],
+    ["bench.append", "bench.extend"],
     ["cli"],
     ["__main__"],
 ]

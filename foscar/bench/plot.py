@@ -27,7 +27,7 @@ def plot(csv: Path, image: Path) -> None:
     from matplotlib.figure import Figure
 
     heads = HEADLINE_HEADS[0]
-    rows = [row for row in read_csv(csv) if row.scheme == "token-wise" and row.point.headline]
+    rows = [row for row in read_csv(csv, Row) if row.scheme == "token-wise" and row.point.headline]
     rows = sorted((row for row in rows if (row.num_q_heads, row.num_kv_heads) == heads), key=lambda row: row.seq_len)
     require(bool(rows), "csv", str(csv), f"must have rows of the grid with {heads[0]}/{heads[1]} heads")
     figure = Figure(figsize=(10, 4.5), layout="constrained")

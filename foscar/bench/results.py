@@ -7,13 +7,15 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any, get_type_hints
+from typing import IO, Any, TypeVar, get_type_hints
 
 from rich import box
 from rich.table import Table
 
 from foscar._checks import require
 from foscar.bench.grid import HEADLINE_HEADS, Point
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -86,38 +88,43 @@ class Row:
         return f"INT{self.k_bits} {self.scheme}"
 
 
-COLUMNS = [field.name for field in fields(Row)]
 _READ: dict[Any, Callable[[str], Any]] = {
     bool: lambda text: text == "True",
     float | None: lambda text: float(text) if text else None,
 }
 
 
-def write_header(file: IO[str]) -> None:
+def columns(kind: type) -> list[str]:
+    """Return the columns of a file of rows of a kind, a dataclass."""
+    return [field.name for field in fields(kind)]
+
+
+def write_header(file: IO[str], kind: type) -> None:
     """Begin a CSV file."""
-    csv.writer(file).writerow(COLUMNS)
+    csv.writer(file).writerow(columns(kind))
 
 
-def write_row(file: IO[str], row: Row) -> None:
+def write_row(file: IO[str], row: Any) -> None:
     """Append a row, and make sure that it survives whatever comes next."""
-    csv.writer(file).writerow(f"{x:.6g}" if isinstance(x, float) else x for x in (getattr(row, c) for c in COLUMNS))
+    values = (getattr(row, column) for column in columns(type(row)))
+    csv.writer(file).writerow(f"{x:.6g}" if isinstance(x, float) else x for x in values)
     file.flush()
 
 
-def read_csv(path: Path) -> list[Row]:
-    """Read rows back.
+def read_csv(path: Path, kind: type[R]) -> list[R]:
+    """Read rows of a kind back.
 
     Raises
     ------
     ValueError
         If a column is missing.
     """
-    types = get_type_hints(Row)
+    types, names = get_type_hints(kind), columns(kind)
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
-        missing = set(COLUMNS) - set(reader.fieldnames or ())
+        missing = set(names) - set(reader.fieldnames or ())
         require(not missing, "csv", str(path), f"must have columns {sorted(missing)}")
-        return [Row(**{c: _READ.get(types[c], types[c])(line[c]) for c in COLUMNS}) for line in reader]
+        return [kind(**{name: _READ.get(types[name], types[name])(line[name]) for name in names}) for line in reader]
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ CALLS, WARM_UPS, REPLAYS = 16, 3, 20
 # Replays that take longer are steady enough for fewer.
 _LONG_MS, _LONG_REPLAYS = 200, 5
 _CEILING_BYTES = 4 << 30
+_COPIED_BYTES = 1 << 30
 
 
 class WrongOutputError(RuntimeError):
@@ -54,20 +56,39 @@ def time_workload(workload: Workload, tolerance: float) -> Timing:
         If the relative error of the graph's output exceeds `tolerance`.
     """
     calls = workload.calls * math.ceil(CALLS / len(workload.calls))
-    calls[0]()  # compiles, and allocates what must not be allocated in a graph
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    graph = capture(calls)
     workload.out.fill_(torch.nan)
     graph.replay()
     error = relative_error(workload)
     if not error <= tolerance:
         raise WrongOutputError(f"relative error {error:.1e} of the output, more than {tolerance:.0e}: not timed")
-    slow = statistics.median(_intervals(graph.replay, WARM_UPS)) > _LONG_MS
-    us = statistics.median(_intervals(graph.replay, _LONG_REPLAYS if slow else REPLAYS)) * 1e3 / len(calls)
+    us = median_us(graph) / len(calls)
     return Timing(us, workload.nbytes / us / 1e3, error)
+
+
+def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """Return a CUDA graph of calls, made once before: to compile, and to allocate what must not be in a graph."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def median_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Return the microseconds of a replay: the median of several."""
+    slow = statistics.median(_intervals(graph.replay, WARM_UPS)) > _LONG_MS
+    return statistics.median(_intervals(graph.replay, _LONG_REPLAYS if slow else REPLAYS)) * 1e3
+
+
+@functools.cache
+def copy_ceiling(device: torch.device) -> float:
+    """Return the GB/s that a copy of 1 GiB reads and writes: the best of several."""
+    source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPIED_BYTES / min(_intervals(partial(target.copy_, source), REPLAYS)) / 1e6
 
 
 def read_ceiling(device: torch.device) -> float:
