@@ -58,12 +58,13 @@ def merge_states(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> 
             refuse(f"lses[{i}].dtype", lse.dtype, "must be torch.float32")
         if out.device != device or lse.device != device:
             refuse(f"device of outs[{i}], lses[{i}]", f"{out.device}, {lse.device}", f"must be {device}")
-    lse = torch.stack(list(lses))
-    top = lse.amax(0)
-    top = top.masked_fill(top == -torch.inf, 0)
-    weights = torch.exp(lse - top)
-    total = weights.sum(0)
-    share = (weights / total.masked_fill(total == 0, 1))[..., None]
+    shares, lse = merge_lses(torch.stack(list(lses)))
     parts = torch.stack(list(outs)).float()
-    out = torch.where(share == 0, 0, share * parts).sum(0)
-    return out.to(outs[0].dtype), top + total.log()
+    out = torch.where(shares[..., None] == 0, 0, shares[..., None] * parts).sum(0)
+    return out.to(outs[0].dtype), lse
+
+
+def merge_lses(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the share of each set in their union, ``[sets, ...]``, and the union's log-sum-exp."""
+    # Shares add up to 1, whatever the rounding of a large log-sum-exp; of nothing but empty sets they are none.
+    return torch.softmax(lses, 0).nan_to_num(0), torch.logsumexp(lses, 0)

@@ -56,7 +56,8 @@ def run(
     lses = torch.full((splits, *q.shape[:-1]), torch.nan)
     tables = (batch.block_table, batch.seq_lens, ends, batch.seq_ids, sinks)
     scale = spec.head_dim**-0.5 if sm_scale is None else sm_scale
-    config = ExtendConfig(spec, q.dtype)
+    rows = q.shape[0] * q.shape[1] // (spec.num_kv_heads * len(counts))
+    config = ExtendConfig.choose(spec, q.dtype, rows)
     tensors = (q, k, v, cache.pages, cache.exact, cache.lengths, *tables, outs, lses)
     emulator.extend_attention(config, splits, *tensors, scale, softcap, window)
     return (outs, lses[0]) if splits == 1 else foscar.merge_states(outs.unbind(), lses.unbind())
@@ -203,6 +204,6 @@ def test_nothing_is_launched_for_no_tokens(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("tokens", "columns", "want"), [(1, 4, 1), (1, 16, 2), (1, 10_000, 33), (5000, 10_000, 1)])
 def test_keys_are_split_where_rows_are_few(tokens: int, columns: int, want: int) -> None:
     """Into as many parts as occupy all SMs, of 8 pages at least."""
-    config = ExtendConfig(T(2, 8, 128), torch.bfloat16)
+    config = ExtendConfig.choose(T(2, 8, 128), torch.bfloat16, 1000)
     q, table = torch.empty(tokens, 32, 128), torch.empty(1, columns, dtype=torch.int32)
     assert extend_kernel.splits_of(config, q, table, sms=132) == want

@@ -175,9 +175,14 @@ class AppendConfig:
         """`kHadamard` or `kMatrix` in rotate.cuh, or neither."""
         return 0 if not rotates else 1 if quant.hadamard else 2
 
-    def block_tokens(self, by_warps: bool) -> int:
-        """Tokens that a team takes at a time, a warp or a CTA: blocks of channel-wise operands are pages."""
-        return PAGE_SIZE * 32 // self.threads if by_warps else PAGE_SIZE
+    @property
+    def team_lanes(self) -> int:
+        """Lanes of a team that is less than a CTA: a warp if it rotates, which takes tensor cores."""
+        return 32 if self.rotates_k or self.rotates_v else 8
+
+    def block_tokens(self, by_lanes: bool) -> int:
+        """Tokens that a team takes at a time, lanes or a CTA: blocks of channel-wise operands are pages."""
+        return PAGE_SIZE * self.team_lanes // self.threads if by_lanes else PAGE_SIZE
 
     @property
     def shared_bytes(self) -> int:
@@ -191,6 +196,7 @@ class AppendConfig:
         """Return the translation unit: constants, and an entry without a mangled name."""
         constants = {
             "kThreads": self.threads,
+            "kTeamLanes": self.team_lanes,
             "kSharedBytes": self.shared_bytes,
             "kKKept": _kept(self.spec.k, self.spec.head_dim),
             "kVKept": _kept(self.spec.v, self.spec.head_dim),
@@ -211,22 +217,26 @@ class ExtendConfig:
         What it reads.
     dtype : torch.dtype
         dtype of the query, of new keys and values, and of the output: bfloat16 or float16.
+    row_tiles : int
+        16-row tiles of a warp: at most as many as its registers hold the output of.
     """
 
     spec: CacheSpec
     dtype: torch.dtype
+    row_tiles: int
     warps = 4
     threads = 32 * warps
+
+    @staticmethod
+    def choose(spec: CacheSpec, dtype: torch.dtype, rows: int) -> ExtendConfig:
+        """Pick the variant for so many query rows of a KV head and sequence."""
+        few = rows <= 16 * ExtendConfig.warps or spec.head_dim > 128
+        return ExtendConfig(spec, dtype, 1 if few else 2)
 
     @property
     def name(self) -> str:
         """What the variant is called in tables and logs."""
-        return _name("extend", self.spec, self.dtype)
-
-    @property
-    def row_tiles(self) -> int:
-        """16-row tiles of a warp: as many as its registers hold the output of."""
-        return 2 if self.spec.head_dim <= 128 else 1
+        return _name("extend", self.spec, self.dtype, f"_r{self.tile_rows}")
 
     @property
     def tile_rows(self) -> int:
@@ -236,7 +246,8 @@ class ExtendConfig:
     @property
     def ctas(self) -> int:
         """CTAs that an SM has room for."""
-        return min(_SM_SHARED_BYTES // (self.shared_bytes + 1024), 2)
+        registers = 3 if self.row_tiles == 1 and self.spec.head_dim <= 128 else 2  # are for so many
+        return min(_SM_SHARED_BYTES // (self.shared_bytes + 1024), registers)
 
     @property
     def shared_bytes(self) -> int:

@@ -11,7 +11,7 @@ from foscar._checks import require
 from foscar.cuda.config import LONGEST_WINDOW, ExtendConfig
 from foscar.cuda.launch import aligned_rows, has_aligned_rows, load
 from foscar.layout import CacheSpec
-from foscar.merge import merge_states
+from foscar.merge import merge_lses
 
 logger = logging.getLogger("foscar")
 
@@ -160,7 +160,8 @@ def extend_attention(
     device = q.device.index
     if block_table.shape[0] == 0 or q.shape[0] == 0:
         return
-    config = ExtendConfig(spec, q.dtype)
+    rows = q.shape[0] * q.shape[1] // (spec.num_kv_heads * block_table.shape[0])  # of a sequence, on the average
+    config = ExtendConfig.choose(spec, q.dtype, rows)
     kernel = load(config, device)
     splits = splits_of(config, q, block_table, torch.cuda.get_device_properties(device).multi_processor_count)
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
@@ -180,7 +181,9 @@ def extend_attention(
     arguments, ctas = launch_arguments(config, splits, q, k, v, pages, exact, lengths, *tables, outs, lses, *options)
     kernel(arguments, ctas, torch.cuda.current_stream(device).cuda_stream)
     if splits > 1:
-        outs, merged = merge_states(outs.unbind(), lses.unbind())
+        # Where a split sees no key it has left zeros.
+        shares, merged = merge_lses(lses)
+        outs = torch.einsum("s...,s...d->...d", shares, outs)
         lse.copy_(merged)
     if outs is not out:
         out.copy_(outs)

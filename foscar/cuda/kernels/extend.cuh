@@ -252,6 +252,12 @@ __device__ __forceinline__ void copy_tokens(const ExtendArguments& args, ExtendM
   }
 }
 
+// Scores in powers of two for one of a product: positive, so that maxima may be taken of products. Where sm_scale is
+// negative, the query is.
+__device__ __forceinline__ float score_unit(const ExtendArguments& args) {
+  return fmaxf(fabsf(args.sm_scale), 1e-30f) * kLog2e;
+}
+
 // What a warp accumulates of its rows: 16 m + g and 16 m + 8 + g. Maxima are in powers of two.
 template <typename Config>
 struct Rows {
@@ -296,16 +302,14 @@ struct Rows {
       }
     }
     // Conditions that a warp shares stand around whole loops: what is not asked for takes no instructions.
-    const float factor = args.sm_scale * kLog2e;
+    float unit = score_unit(args);
     if (args.softcap > 0.f) {
 #pragma unroll
       for (int n = 0; n < kTiles * 32; ++n) {
         float& score = s[n / 32][n / 4 % 8][n % 4];
-        score = soft_cap(args.softcap, score * factor);
+        score = soft_cap(args.softcap, score * unit);
       }
-    } else {
-#pragma unroll
-      for (int n = 0; n < kTiles * 32; ++n) s[n / 32][n / 4 % 8][n % 4] *= factor;
+      unit = 1.f;
     }
     if (masked) {  // whatever the score of a key that is not seen, it is replaced here
 #pragma unroll
@@ -318,7 +322,7 @@ struct Rows {
     uint32_t p[kTiles][8][2];
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
-      float top[2] = {kNoMax, kNoMax};
+      float top[2] = {s[m][0][0], s[m][0][2]}, raised[2];
 #pragma unroll
       for (int i = 0; i < 8; ++i)
 #pragma unroll
@@ -328,14 +332,25 @@ struct Rows {
 #pragma unroll
         for (int lanes = 1; lanes < 4; lanes *= 2)
           top[half] = fmaxf(top[half], __shfl_xor_sync(kAllLanes, top[half], lanes));
-        const float raised = fmaxf(max[m][half], top[half]), keep = ex2(max[m][half] - raised);
-        max[m][half] = raised;
-        sum[m][half] *= keep;
+        raised[half] = fmaxf(max[m][half], top[half] * unit);
+      }
+      // After a few pages, hardly any maximum rises.
+      if (__any_sync(kAllLanes, raised[0] > max[m][0] || raised[1] > max[m][1])) {
 #pragma unroll
-        for (int n = 0; n < kOctets; ++n) o[m][n][2 * half] *= keep, o[m][n][2 * half + 1] *= keep;
+        for (int half = 0; half < 2; ++half) {
+          const float keep = ex2(max[m][half] - raised[half]);
+          max[m][half] = raised[half];
+          sum[m][half] *= keep;
+#pragma unroll
+          for (int n = 0; n < kOctets; ++n) o[m][n][2 * half] *= keep, o[m][n][2 * half + 1] *= keep;
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const float low = ex2(s[m][i][2 * half] - raised), high = ex2(s[m][i][2 * half + 1] - raised);
+          const float low = ex2(fmaf(s[m][i][2 * half], unit, -raised[half]));
+          const float high = ex2(fmaf(s[m][i][2 * half + 1], unit, -raised[half]));
           sum[m][half] += low + high;
           p[m][i][half] = pack<T>(low, high);
         }
@@ -370,7 +385,7 @@ __device__ __forceinline__ void extend(const ExtendArguments& args) {
   // Rows at the end see most keys: they come first.
   const int head = blockIdx.x % Config::kKVHeads, rest = blockIdx.x / Config::kKVHeads;
   const int split = rest % args.splits, tile = args.tiles - 1 - rest / args.splits;
-  const int b = last_begun(args.batch, tile, [&](int b) { return first_tile<Config>(args, b); });
+  const int b = last_begun<Team<32>>(args.batch, tile, [&](int b) { return first_tile<Config>(args, b); });
   const Extension extension(args, b, Config::kExact);
   const int first_row = (tile - first_tile<Config>(args, b)) * kTileRows;
   const int rows = (extension.end - extension.cached) * args.group;
@@ -410,10 +425,12 @@ __device__ __forceinline__ void extend(const ExtendArguments& args) {
     return static_cast<const T*>(args.q) + (extension.first_row + row / args.group) * args.q_strides[0] +
            (head * args.group + row % args.group) * args.q_strides[1];
   };
+  const uint32_t sign = args.sm_scale < 0.f ? 0x80008000u : 0u;
   for (int i = threadIdx.x; i < kTileRows * kVectors; i += 32 * Config::kWarps) {
     const int row = i / kVectors, vector = i % kVectors;
     uint4& place = smem.q[row / 8][vector / 4][row % 8 * 4 + vector % 4];
     place = first_row + row < rows ? reinterpret_cast<const uint4*>(q_row(first_row + row))[vector] : uint4{0, 0, 0, 0};
+    place.x ^= sign, place.y ^= sign, place.z ^= sign, place.w ^= sign;
   }
   const int own_row = first_row + warp * 16 * kTiles;  // the first of the warp's
   Rows<Config> state;
