@@ -66,5 +66,5 @@ def merge_states(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> 
 
 def merge_lses(lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the share of each set in their union, ``[sets, ...]``, and the union's log-sum-exp."""
-    # Shares add up to 1, whatever the rounding of a large log-sum-exp; of nothing but empty sets they are none.
-    return torch.softmax(lses, 0).nan_to_num(0), torch.logsumexp(lses, 0)
+    # Shares add up to 1, whatever the rounding of a large log-sum-exp.
+    return torch.softmax(lses, 0).masked_fill(lses == -torch.inf, 0), torch.logsumexp(lses, 0)

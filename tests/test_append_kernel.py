@@ -22,7 +22,7 @@ from foscar.layout import HEAD_DIMS, record_layout
 from foscar.reference import cache as reference
 from foscar.reference.records import read_codes, read_params
 
-_by_lanes = itertools.cycle((True, False))
+_by_warps = itertools.cycle((True, False))
 WINDOWS: list[dict[str, int]] = [{}, {"sink_tokens": 3, "recent_tokens": 20}]
 T, K = foscar.CacheSpec.token_wise, foscar.CacheSpec.kivi
 
@@ -30,17 +30,17 @@ T, K = foscar.CacheSpec.token_wise, foscar.CacheSpec.kivi
 def run(
     cache: foscar.PagedKVCache, *tensors: torch.Tensor, angles: torch.Tensor | None = None, is_neox: bool = True
 ) -> None:
-    """Call the kernel, by teams of either kind in turn; k, v and tables are the CPU's."""
+    """Call the kernel, by teams of either size in turn; k, v and tables are the CPU's."""
     spec, own = cache.spec, (cache.pages, cache.exact, cache.lengths)
-    by_lanes = next(_by_lanes) and not spec.block_wise
+    by_warps = next(_by_warps) and not spec.block_wise
     rotations = (cache.k_rotation, cache.v_rotation)
     if cache.device.type == "cpu":
-        emulator.append(by_lanes, spec, *own, *tensors, angles, is_neox, *rotations)
+        emulator.append(by_warps, spec, *own, *tensors, angles, is_neox, *rotations)
     else:
         angles = None if angles is None else angles.to(cache.device)
         here = (tensor.to(cache.device) for tensor in tensors)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(append_kernel, "best_by_lanes", lambda *_: by_lanes)
+            patch.setattr(append_kernel, "best_by_warps", lambda *_: by_warps)
             torch.ops.foscar.append(*own, *here, angles, is_neox, *rotations, str(spec))
 
 
@@ -254,7 +254,7 @@ def test_what_is_prepared_for_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, arrivals, launched = T(2, 2, 64, recent_tokens=9), torch.full((3,), -1, dtype=torch.int32), []
 
     def launch(config: AppendConfig, arguments: ctypes.Structure, ctas: int, stream: int) -> None:
-        launched.append(arguments.by_lanes)
+        launched.append(arguments.by_warps)
         emulator.launch(config, arguments, ctas, stream)
 
     monkeypatch.setattr(append_kernel, "load", lambda config, _: partial(launch, config))

@@ -42,7 +42,7 @@ def test_names_that_are_named_exist(page: Path) -> None:
 def test_readme_has_the_two_commands_that_ci_runs() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     commands = [line for line in lines if line.startswith("python3 -m venv")]
-    assert [command.split(".venv/bin/")[-1] for command in commands] == ["foscar demo", "pytest --cov"]
+    assert [command.split(".venv/bin/")[-1] for command in commands] == ["foscar demo", "pytest -n auto --cov"]
     assert "readme_command" in (ROOT / ".ci" / "run").read_text()
 
 

@@ -47,8 +47,8 @@ def test_attention(kind: str, windows: dict[str, int], device: torch.device) -> 
     out = room[:, :, :8, :128]
     _, lse = foscar.decode_attention(q, batch.cache, **batch.tables, return_lse=True, out=out)
     assert (room[:, :, 8:] == 7).all() and (room[..., 128:] == 7).all()
-    assert torch.equal(out, foscar.decode_attention(q, batch.cache, **batch.tables))
-    assert torch.equal(out[:, 1], foscar.decode_attention(q[:, 1], batch.cache, **batch.tables))
+    assert torch.allclose(out, foscar.decode_attention(q, batch.cache, **batch.tables), 0.02, 0.01)
+    assert torch.allclose(out[:, 1], foscar.decode_attention(q[:, 1], batch.cache, **batch.tables), 0.02, 0.01)
     for b, (k, v) in enumerate(batch.dequantized()):
         # What is read back is near what was appended.
         assert relative_error(k, batch.k[b]) <= 0.15 and relative_error(v, batch.v[b]) <= 0.15

@@ -18,7 +18,7 @@ from foscar.cache import PagedKVCache, dequantize
 from foscar.layout import PAGE_SIZE, CacheSpec
 
 _Q_HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
-_TOLERANCE = 1e-2  # keys and values are rounded to bfloat16, as those of a BF16 cache are
+_TOLERANCE = 1e-2  # probabilities are rounded to bfloat16
 _WORKSPACE_BYTES = 512 << 20
 # sequences, cached tokens of each, new ones of each
 SHAPES = [
@@ -80,7 +80,8 @@ class Row:
     tflops : float
         The case's operations per time, in TFLOP/s.
     relative_error : float
-        Of some rows of the output, against float64 attention.
+        Of some rows of the output, against float64 attention to keys and values in bfloat16, to which the kernel
+        rounds them, too.
     fa2_bf16_us, fa3_bf16_us
         FlashInfer's prefill over pages of BF16 that hold all tokens: its kernel for any GPU, and that for Hopper.
     gpu, driver, cuda, torch, foscar, flashinfer, commit
@@ -153,7 +154,7 @@ class Extension:
         row = self.ends.new_tensor([b])
         cached = dequantize(self.cache, self.table[b:], self.seq_lens[b:], seq_ids=row)
         own = slice(b * case.new_tokens, None)
-        k, v = (torch.cat([old, new[own].float()]) for old, new in zip(cached, (self.k, self.v), strict=True))
+        k, v = (torch.cat([old.bfloat16(), new[own]]) for old, new in zip(cached, (self.k, self.v), strict=True))
         error = 0.0
         for i in (0, case.new_tokens - 1):
             seen = case.seq_len + i + 1

@@ -40,7 +40,7 @@ class _Arguments(ctypes.Structure):
         ("num_pages", ctypes.c_int),
         ("max_seqs", ctypes.c_int),
         ("blocks", ctypes.c_int),
-        ("by_lanes", ctypes.c_int),
+        ("by_warps", ctypes.c_int),
         ("block_table_stride", ctypes.c_int),
         ("block_table_columns", ctypes.c_int),
         ("sink_tokens", ctypes.c_int),
@@ -49,8 +49,8 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def best_by_lanes(spec: CacheSpec, tokens: int, batch: int) -> bool:
-    """Return whether teams had better be lanes: sequences get few tokens each, and blocks are not pages."""
+def best_by_warps(spec: CacheSpec, tokens: int, batch: int) -> bool:
+    """Return whether teams had better be warps: sequences get few tokens each, and blocks are not pages."""
     return tokens <= _FEW_TOKENS * batch and not spec.block_wise
 
 
@@ -60,7 +60,7 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 
 def launch_arguments(
     config: AppendConfig,
-    by_lanes: bool,
+    by_warps: bool,
     arrivals: int,
     pages: torch.Tensor,
     exact: torch.Tensor,
@@ -79,7 +79,7 @@ def launch_arguments(
     """Return the arguments of the launch, and its CTAs. Rows of k and v are contiguous, and aligned to 16 bytes."""
     spec, batch, tokens = config.spec, block_table.shape[0], k.shape[0]
     # first_block in append.cuh, after the last sequence
-    blocks = min(tokens, tokens // config.block_tokens(by_lanes) + 2 * batch)
+    blocks = min(tokens, tokens // config.block_tokens(by_warps) + 2 * batch)
     arguments = _Arguments(
         k.data_ptr(),
         v.data_ptr(),
@@ -100,7 +100,7 @@ def launch_arguments(
         pages.shape[0],
         lengths.shape[0],
         blocks,
-        by_lanes,
+        by_warps,
         block_table.stride(0),
         block_table.shape[1],
         spec.sink_tokens,
@@ -108,7 +108,7 @@ def launch_arguments(
         spec.ring_tokens,
     )
     units = (blocks + (batch if spec.exact_tokens else 0)) * spec.num_kv_heads
-    return arguments, -(-units * config.team_lanes // config.threads) if by_lanes else units
+    return arguments, -(-units * 32 // config.threads) if by_warps else units
 
 
 def append(
@@ -142,7 +142,7 @@ def append(
     cos_sin_cache = None if cos_sin_cache is None else cos_sin_cache.contiguous()
     rotations = [None if matrix is None else matrix.to(k.dtype) for matrix in (k_rotation, v_rotation)]
     tensors = (pages, exact, lengths, aligned_rows(k), aligned_rows(v), block_table, seq_lens, cu_seqlens, seq_ids)
-    by_lanes = best_by_lanes(spec, k.shape[0], batch)
+    by_warps = best_by_warps(spec, k.shape[0], batch)
     arrivals = workspace(device, stream)
-    arguments, ctas = launch_arguments(config, by_lanes, arrivals, *tensors, cos_sin_cache, is_neox, *rotations)
+    arguments, ctas = launch_arguments(config, by_warps, arrivals, *tensors, cos_sin_cache, is_neox, *rotations)
     kernel(arguments, ctas, stream)

@@ -175,14 +175,9 @@ class AppendConfig:
         """`kHadamard` or `kMatrix` in rotate.cuh, or neither."""
         return 0 if not rotates else 1 if quant.hadamard else 2
 
-    @property
-    def team_lanes(self) -> int:
-        """Lanes of a team that is less than a CTA: a warp if it rotates, which takes tensor cores."""
-        return 32 if self.rotates_k or self.rotates_v else 8
-
-    def block_tokens(self, by_lanes: bool) -> int:
-        """Tokens that a team takes at a time, lanes or a CTA: blocks of channel-wise operands are pages."""
-        return PAGE_SIZE * self.team_lanes // self.threads if by_lanes else PAGE_SIZE
+    def block_tokens(self, by_warps: bool) -> int:
+        """Tokens that a team takes at a time, a warp or a CTA: blocks of channel-wise operands are pages."""
+        return PAGE_SIZE * 32 // self.threads if by_warps else PAGE_SIZE
 
     @property
     def shared_bytes(self) -> int:
@@ -196,7 +191,6 @@ class AppendConfig:
         """Return the translation unit: constants, and an entry without a mangled name."""
         constants = {
             "kThreads": self.threads,
-            "kTeamLanes": self.team_lanes,
             "kSharedBytes": self.shared_bytes,
             "kKKept": _kept(self.spec.k, self.spec.head_dim),
             "kVKept": _kept(self.spec.v, self.spec.head_dim),

@@ -59,13 +59,13 @@ def decode_attention(config: DecodeConfig, grid: int, *tensors_and_options: obje
         assert (workspace[: grid * CTA_PART_FLOATS] == -1).all(), "parts of CTAs are absent between launches"
 
 
-def append(by_lanes: bool, spec: foscar.CacheSpec, *tensors: torch.Tensor | bool | None) -> None:
+def append(by_warps: bool, spec: foscar.CacheSpec, *tensors: torch.Tensor | bool | None) -> None:
     """Run the append kernel; the other arguments are those of `foscar.cuda.append.launch_arguments`."""
     k, batch = tensors[3], tensors[5].shape[0]  # type: ignore[union-attr]
     arrivals = torch.full((batch,), -1, dtype=torch.int32)
     rotates = (matrix is not None for matrix in tensors[-2:])
     config = AppendConfig(spec, k.dtype, *rotates)  # type: ignore[union-attr]
-    arguments, ctas = append_launch.launch_arguments(config, by_lanes, arrivals.data_ptr(), *tensors)  # type: ignore[arg-type]
+    arguments, ctas = append_launch.launch_arguments(config, by_warps, arrivals.data_ptr(), *tensors)  # type: ignore[arg-type]
     launch(config, arguments, ctas)
     assert (arrivals == -1).all(), "nobody has arrived between launches"
 

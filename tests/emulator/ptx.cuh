@@ -50,7 +50,7 @@ struct Barrier {
 
 inline ucontext_t scheduler;
 inline std::vector<Fiber> fibers;
-inline std::map<std::pair<int, unsigned>, Meeting> warps;  // of lanes of a warp
+inline std::vector<Meeting> warps;
 inline Meeting cta;
 inline std::map<uint32_t, Barrier> barriers;
 inline bool progress;
@@ -88,11 +88,8 @@ inline const Words* meet(Meeting& meeting, const char* purpose, int place, const
   return meeting.words[number % 2];
 }
 
-inline const Words* meet_warp(const char* purpose, const Words& words = {}, unsigned lanes = ~0u) {
-  if (!(lanes >> threadIdx.x % kWarp & 1)) fail("is not among the lanes", purpose);
-  Meeting& meeting = warps[{threadIdx.x / kWarp, lanes}];
-  meeting.members = __popc(lanes);
-  return meet(meeting, purpose, threadIdx.x % kWarp, words);
+inline const Words* meet_warp(const char* purpose, const Words& words = {}) {
+  return meet(warps[threadIdx.x / kWarp], purpose, threadIdx.x % kWarp, words);
 }
 
 // Runs a kernel, CTA by CTA.
@@ -104,7 +101,8 @@ inline void launch(int grid, int threads, uint8_t* shared, size_t shared_bytes, 
     blockIdx.x = block;
     std::memset(shared, 0xff, shared_bytes);
     barriers.clear();
-    warps.clear();
+    warps.assign(threads / kWarp, {});
+    for (Meeting& warp : warps) warp.members = kWarp;
     cta = {};
     cta.members = threads;
     fibers.clear();
@@ -143,12 +141,11 @@ inline void launch(int grid, int threads, uint8_t* shared, size_t shared_bytes, 
 
 }  // namespace emulator
 
-inline void __syncwarp(unsigned lanes = ~0u) { emulator::meet_warp("syncwarp", {}, lanes); }
+inline void __syncwarp() { emulator::meet_warp("syncwarp"); }
 inline void __syncthreads() { emulator::meet(emulator::cta, "syncthreads", emulator::kWarp, {}); }
 template <typename T>
-T __shfl_sync(unsigned mask, T x, int source) {
-  if (!(mask >> (source & 31) & 1)) emulator::fail("reads a lane that does not take part", "shfl");
-  return bit_cast<T>(emulator::meet_warp("shfl", {{bit_cast<unsigned>(x)}}, mask)[source & 31].word[0]);
+T __shfl_sync(unsigned, T x, int source) {
+  return bit_cast<T>(emulator::meet_warp("shfl", {{bit_cast<unsigned>(x)}})[source & 31].word[0]);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T x, int lanes) {
@@ -160,11 +157,10 @@ T __shfl_up_sync(unsigned mask, T x, int lanes) {
   const int lane = threadIdx.x % 32;
   return __shfl_sync(mask, x, lane < lanes ? lane : lane - lanes);
 }
-inline unsigned __ballot_sync(unsigned mask, bool x) {
-  const auto* words = emulator::meet_warp("ballot", {{x}}, mask);
+inline unsigned __ballot_sync(unsigned, bool x) {
+  const auto* words = emulator::meet_warp("ballot", {{x}});
   unsigned result = 0;
-  for (int i = 0; i < 32; ++i)
-    if (mask >> i & 1) result |= words[i].word[0] << i;
+  for (int i = 0; i < 32; ++i) result |= words[i].word[0] << i;
   return result;
 }
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }

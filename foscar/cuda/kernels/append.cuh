@@ -1,11 +1,10 @@
 // Appending: new tokens, and those that leave the ring for them, are quantised into their pages; what stays exact is
 // copied.
 //
-// Work. A team, of a few lanes or of a whole CTA, does one KV head of a block of tokens that are all new, or of all
-// that concerns a sequence's exact tokens: blocks that take tokens from its ring first, then the rows of new ones,
-// which may be the same. A CTA takes a page at a time, and each of its teams a share of one: 8 lanes are as many as one
-// token has words, and take 4. A token is quantised as the reference does it, bit by bit (foscar/reference/quant.py);
-// rotated, up to what the order of a sum makes of a rounding.
+// Work. A team, of a warp or of a whole CTA, does one KV head of a block of tokens that are all new, or of all that
+// concerns a sequence's exact tokens: blocks that take tokens from its ring first, then the rows of new ones, which may
+// be the same. A warp takes 16 tokens at a time, a CTA a page. A token is quantised as the reference does it, bit by
+// bit (foscar/reference/quant.py); rotated, up to what the order of a sum makes of a rounding.
 #pragma once
 
 #include "record.cuh"
@@ -34,12 +33,24 @@ struct AppendArguments {
   int positions, rotary_dim, is_neox;
   int batch, num_pages, max_seqs;
   int blocks;    // for each head: units of work that are blocks of new tokens
-  int by_lanes;  // whether teams are lanes
+  int by_warps;  // whether teams are warps
   int block_table_stride, block_table_columns;
   int sink_tokens, recent_tokens, ring_tokens;
 };
 
-// K and V of a page's worth of tokens, all a CTA's or a share of them for each of its teams.
+template <int kThreads>
+struct Team {
+  static constexpr int kSize = kThreads;
+  static __device__ __forceinline__ int rank() { return threadIdx.x % kThreads; }
+  static __device__ __forceinline__ void sync() {
+    if constexpr (kThreads == 32)
+      __syncwarp();
+    else
+      __syncthreads();
+  }
+};
+
+// K and V of a page's worth of tokens, all a CTA's or a share of them for each of its warps.
 template <typename Config>
 struct alignas(16) AppendMemory {
   using T = typename Config::T;
@@ -128,7 +139,7 @@ struct Coder {
 
 // The largest of the `kept` smallest magnitudes of a row, kRowLanes lanes of which hold kCount values each.
 constexpr int kRowLanes = 8;
-template <typename T, typename Team, int kCount>
+template <typename T, int kCount>
 __device__ __forceinline__ float limit_of(int kept, const float (&magnitudes)[kCount]) {
   constexpr int kZeros = sizeof(T) == 4 ? 0 : 13;  // low bits that values of 16-bit types do not have
   uint32_t limit = 0;
@@ -139,7 +150,7 @@ __device__ __forceinline__ float limit_of(int kept, const float (&magnitudes)[kC
 #pragma unroll
     for (float magnitude : magnitudes) below += magnitude < __uint_as_float(higher);
 #pragma unroll
-    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) below += __shfl_xor_sync(Team::lanes(), below, lanes);
+    for (int lanes = 1; lanes < kRowLanes; lanes *= 2) below += __shfl_xor_sync(kAllLanes, below, lanes);
     if (below < kept) limit = higher;
   }
   return __uint_as_float(limit);
@@ -253,7 +264,7 @@ struct Workbench {
       Team::sync();
     }
     if constexpr (Config::kKRotation || Config::kVRotation) {
-      static_assert(Team::kSize % 32 == 0 && kTokens == Team::kSize / 2, "16 for each warp");
+      static_assert(kTokens == Team::kSize / 2, "16 for each warp");
       const int first = Team::rank() / 32 * 16;
       auto is_new = [&](int row) { return first + row < tokens && position_of(first + row) >= places.growth.before; };
       if constexpr (Config::kKRotation)
@@ -284,7 +295,7 @@ struct Workbench {
                                     : smem.values[!kIsK][row0 + row][i];
         magnitudes[j] = fabsf(static_cast<float>(x));
       }
-      const float limit = limit_of<T, Team>(kKept, magnitudes);
+      const float limit = limit_of<T>(kKept, magnitudes);
       if (rank % kRowLanes == 0 && base + rank / kRowLanes < rows) smem.limits[!kIsK][row0 + row] = limit;
     }
   }
@@ -365,8 +376,8 @@ struct Workbench {
         }
 #pragma unroll
         for (int lanes = 1; lanes < kLanes; lanes *= 2) {
-          low = fminf(low, __shfl_xor_sync(Team::lanes(), low, lanes));
-          high = fmaxf(high, __shfl_xor_sync(Team::lanes(), high, lanes));
+          low = fminf(low, __shfl_xor_sync(kAllLanes, low, lanes));
+          high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, lanes));
         }
         if (i % kLanes == 0 && base + rank < total)
           put(place, group * kPageSize + token % 8 * 8 + token / 8, low, high, counts_down);
@@ -419,12 +430,8 @@ struct Workbench {
     constexpr int kFields = 8 / O::kBits, kWords = Config::kHeadDim / (8 * kFields);
     constexpr uint32_t kOnes = O::kBits == 4 ? 0x11u : 0x55u;
     const int first_block = begin / 16, blocks = (begin + tokens + 15) / 16 - first_block;
-    // Of fewer tokens than 8, which are neighbours, not all c have one.
-    const int first_c = kTokens < 8 ? begin % 8 / 2 : 0,
-              cs = kTokens < 8 ? (begin + tokens - 1) % 8 / 2 - first_c + 1 : 4;
-    for (int i = Team::rank(); i < blocks * kWords * 8 * cs; i += Team::kSize) {
-      const int c = first_c + i % cs, g = i / cs % 8, lane = 4 * g + c;
-      const int n = first_block * kWords + i / (8 * cs), w = n % kWords;
+    for (int i = Team::rank(); i < blocks * kWords * 32; i += Team::kSize) {
+      const int lane = i % 32, g = lane / 4, c = lane % 4, n = first_block * kWords + i / 32, w = n % kWords;
       auto row_of = [&](int byte) { return n / kWords * 16 + 2 * c + byte / 2 + byte % 2 * 8 - begin; };
       auto is_present = [&](int byte) { return 0 <= row_of(byte) && row_of(byte) < tokens; };
       uint32_t word = 0;
@@ -495,7 +502,7 @@ __device__ __forceinline__ void append(const AppendArguments& args, AppendMemory
   // Blocks that the ring may have tokens of are left to the sequence's own team.
   const bool is_own = unit < owners;
   const int b =
-      is_own ? unit : last_begun<Team>(args.batch, unit - owners, [&](int b) { return first_block<kTokens>(args, b); });
+      is_own ? unit : last_begun(args.batch, unit - owners, [&](int b) { return first_block<kTokens>(args, b); });
   Growth growth = Growth::of(args, b);
   if (growth.after <= growth.before || growth.before < 0) return;  // perhaps padding: the sequence is left as it is
   int seq_id = 0, begin = growth.before;
@@ -552,8 +559,8 @@ __device__ __forceinline__ void append(const AppendArguments& args) {
   griddepcontrol_wait();
   // Channel-wise, blocks are pages.
   if constexpr (!Config::kKChannelWise && !Config::kVChannelWise) {
-    if (args.by_lanes) {
-      append<Config, Team<Config::kTeamLanes>>(args, smem);
+    if (args.by_warps) {
+      append<Config, Team<32>>(args, smem);
       return;
     }
   }

@@ -385,7 +385,7 @@ __device__ __forceinline__ void extend(const ExtendArguments& args) {
   // Rows at the end see most keys: they come first.
   const int head = blockIdx.x % Config::kKVHeads, rest = blockIdx.x / Config::kKVHeads;
   const int split = rest % args.splits, tile = args.tiles - 1 - rest / args.splits;
-  const int b = last_begun<Team<32>>(args.batch, tile, [&](int b) { return first_tile<Config>(args, b); });
+  const int b = last_begun(args.batch, tile, [&](int b) { return first_tile<Config>(args, b); });
   const Extension extension(args, b, Config::kExact);
   const int first_row = (tile - first_tile<Config>(args, b)) * kTileRows;
   const int rows = (extension.end - extension.cached) * args.group;

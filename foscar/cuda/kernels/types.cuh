@@ -114,33 +114,16 @@ __device__ __forceinline__ float soft_cap(float softcap, float score) {
   return fabsf(y) < 0.05f ? score * fmaf(square, fmaf(square, 2.f / 15.f, -1.f / 3.f), 1.f) : cap * tanh;
 }
 
-// Teams of a warp may part: each waits, and exchanges, by itself.
-template <int kThreads>
-struct Team {
-  static constexpr int kSize = kThreads, kLanes = kThreads < 32 ? kThreads : 32;  // of a warp
-  static __device__ __forceinline__ int rank() { return threadIdx.x % kThreads; }
-  static __device__ __forceinline__ unsigned lanes() {
-    return kLanes == 32 ? kAllLanes : ((1u << kLanes % 32) - 1) << threadIdx.x % 32 / kLanes * kLanes;
-  }
-  static __device__ __forceinline__ void sync() {
-    if constexpr (kThreads <= 32)
-      __syncwarp(lanes());
-    else
-      __syncthreads();
-  }
-};
-
 // The last of `count` sequences whose first unit of work is not after this one. Theirs never come before those of the
-// ones before. Each warp of a team looks for itself.
-template <typename Team, typename FirstUnit>
+// ones before.
+template <typename FirstUnit>
 __device__ __forceinline__ int last_begun(int count, int unit, FirstUnit first_unit) {
-  constexpr int kLanes = Team::kLanes;
-  const int lane = threadIdx.x % kLanes, shift = threadIdx.x % 32 - lane;
+  const int lane = threadIdx.x % 32;
   int first = 0;  // it is one of `count` from here on
   while (count > 1) {
-    const int step = (count + kLanes - 1) / kLanes;
+    const int step = (count + 31) / 32;
     const bool begins = lane * step < count && first_unit(first + lane * step) <= unit;
-    const int which = 31 - __clz(__ballot_sync(Team::lanes(), begins) >> shift | 1);
+    const int which = 31 - __clz(__ballot_sync(kAllLanes, begins) | 1);
     first += which * step;
     count = min(step, count - which * step);
   }
